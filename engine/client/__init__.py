@@ -1,0 +1,1 @@
+"""Attach to resident weights; usable alone by any engine."""

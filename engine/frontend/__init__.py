@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP, tokenizer, in-flight requests, supervision of cores. No torch."""

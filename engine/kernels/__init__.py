@@ -1,0 +1,1 @@
+"""Computations with a plain torch reference each."""

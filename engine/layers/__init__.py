@@ -1,0 +1,1 @@
+"""Building blocks of a decoder over resident weights."""

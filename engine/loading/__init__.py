@@ -1,0 +1,1 @@
+"""From checkpoint files to resident, verified tensors: readers, receipts, the loader command."""

@@ -1,0 +1,1 @@
+"""Model families: a `ModelSpec` and a weight-name map each."""
