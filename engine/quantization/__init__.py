@@ -1,1 +1,5 @@
-"""Number formats of resident weights: how each is made and what it means."""
+"""Weight formats: how each is laid out in memory, and its reference arithmetic in plain torch."""
+
+from .layouts import COMPANIONS, DENSE, LAYOUTS, dequantize, num_cols
+
+__all__ = ["COMPANIONS", "DENSE", "LAYOUTS", "dequantize", "num_cols"]

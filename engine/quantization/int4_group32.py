@@ -1,0 +1,41 @@
+"""int4_group32: 4-bit weights with a scale and a minimum per group of 32 columns.
+
+Resident parts of a weight [rows, cols], cols a multiple of 32:
+
+    weight  uint8[rows, cols / 2]        byte j: column 2j in the low nibble, column 2j + 1 in the high one
+    scale   float32[rows, cols / 32]     (max − min of the group) / 15 (0 for a constant group)
+    min     float32[rows, cols / 32]     min of the group
+
+    w = q · scale + min, q in 0 … 15, so that |error| ≤ scale / 2 per weight. 6 bits per weight in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+LAYOUT = "int4_group32"
+GROUP_SIZE = 32
+
+
+def quantize(weight: Tensor) -> dict[str, Tensor]:
+    """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if cols % 32 != 0."""
+    if weight.shape[1] % GROUP_SIZE:
+        raise ValueError(f"{weight.shape[1]} columns are not a multiple of {GROUP_SIZE}")
+    groups = weight.reshape(weight.shape[0], -1, GROUP_SIZE)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    scale = (
+        high / 15.0 - low / 15.0
+    )  # not (high − low) / 15: the difference of two finite numbers may overflow
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(2)
+    q = torch.round((groups - low.unsqueeze(2)) / divisor).clamp_(0, 15).to(torch.uint8).flatten(1)
+    return {"weight": q[:, 0::2] | (q[:, 1::2] << 4), "scale": scale, "min": low}
+
+
+def dequantize(parts: Mapping[str, Tensor]) -> Tensor:
+    """Parts of any rows → float32[rows, cols]."""
+    packed = parts["weight"]
+    q = torch.stack((packed & 0x0F, packed >> 4), dim=2).reshape(packed.shape[0], -1, GROUP_SIZE)
+    return (q.float() * parts["scale"].unsqueeze(2) + parts["min"].unsqueeze(2)).flatten(1)
