@@ -57,7 +57,7 @@ class CheckpointError(PreloadError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """Raised when a path, a file or a configuration is missing or unreadable; the caller should fix the path."""
+    """Raised when a path, a file or a configuration is missing or unreadable; fix the path."""
 
     reason = pb.CHECKPOINT_NOT_FOUND
 
@@ -85,7 +85,7 @@ class NotResidentError(DaemonError):
 
 
 class StillLoadingError(DaemonError):
-    """Raised when the generation is not READY yet; the caller should wait, for instance by joining the load."""
+    """Raised when the generation is not READY yet; wait, for instance by joining the load."""
 
     reason = pb.STILL_LOADING
 
@@ -103,7 +103,7 @@ class RetiringError(DaemonError):
 
 
 class NoMemoryError(DaemonError):
-    """Raised when a load does not fit; the message has the numbers. The caller should evict or raise the limit."""
+    """Raised when a load does not fit; the message has the numbers. Evict, or raise the limit."""
 
     reason = pb.NO_MEMORY
 

@@ -1,7 +1,7 @@
 """Phases of a process on the host's monotonic clock, so that those of several processes compare.
 
-CLOCK_MONOTONIC counts from boot for every process of the host: a parent can hand the moment it spawned a child
-to that child, and the first phase, "exec", is honest about the interpreter's own start.
+CLOCK_MONOTONIC counts from boot for every process of the host: a parent can hand the moment it spawned a
+child to that child, and the first phase, "exec", is honest about the interpreter's own start.
 """
 
 from __future__ import annotations

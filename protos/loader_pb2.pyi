@@ -149,12 +149,17 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 class Grant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    GRANTED_FIELD_NUMBER: _builtins.int
+    granted: _builtins.bool
+    """always true: an empty packet would read as the end of the socket"""
     def __init__(
         self,
+        *,
+        granted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

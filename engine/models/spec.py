@@ -1,7 +1,7 @@
 """`ModelSpec`: the shape of a decoder, the same for every checkpoint format.
 
-Families differ by their spec and by a weight-name map; the decoder itself is one definition. The spec is part of
-a generation's identity: it travels in the manifest as canonical JSON, so an engine needs no checkpoint file.
+Families differ by their spec and by a weight-name map; the decoder itself is one definition. The spec is part
+of a generation's identity: it travels in the manifest as canonical JSON, so an engine needs no checkpoint file.
 """
 
 from __future__ import annotations

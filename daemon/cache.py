@@ -1,0 +1,239 @@
+"""`WeightCache`: the daemon's domain, free of gRPC. Every rpc is one method here.
+
+Single-threaded on the event loop: between two awaits nothing else runs, so there are no locks; after every await
+the state of a generation is looked at again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from . import receipts
+from .capacity import Ledger, parse_limit, physical_host_bytes
+from .config import DaemonConfig
+from .errors import (
+    BadRequestError,
+    CacheError,
+    CheckpointChangedError,
+    CorruptedError,
+    DrainingError,
+    LoadFailedError,
+    NotResidentError,
+    RetiringError,
+    StillLoadingError,
+)
+from .generations import Catalog, Generation, Progress, Rank, Recipe, Source, State, generation_id
+from .leases import Event, Lease, LeaseBook
+from .loads import Loads, VerifyResult
+from .residency import Residency
+
+log = logging.getLogger(__name__)
+
+DEVICES = ("host",)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """By source on disk, by content digest with recipe and rank, or by generation id (or a prefix of it)."""
+
+    source: Source | None = None
+    digest: str = ""
+    recipe: Recipe | None = None
+    rank: Rank | None = None
+    generation_id: str = ""
+
+
+class WeightCache:
+    """Generations, leases and loads of one daemon life."""
+
+    def __init__(self, config: DaemonConfig, epoch: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.started_s = time.monotonic()
+        self.draining = False
+        self.catalog = Catalog()
+        self.leases = LeaseBook(config.ticket_ttl_s)
+        self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
+        self.residency = Residency(self.catalog, self.leases, self.ledger)
+        self.loads = Loads(self.catalog, self.residency, self.ledger, config)
+
+    async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress, None]:
+        """Yields progress until the source is resident and READY. Raises CacheError."""
+        self._require_serving()
+        require_device(device)
+        receipts.require_path(source.path)
+        if not self.loads.is_loading(source) and await self._is_resident(source):
+            return
+        pinned = source in self.config.models
+        async with aclosing(self.loads.join(source, device, evict_lru, pinned)) as steps:
+            async for progress in steps:
+                yield progress
+
+    async def attach(self, selector: Selector, pid: int, client: str) -> tuple[Lease, bytes]:
+        """A lease on a READY generation, and the ticket for its descriptors. Raises CacheError."""
+        generation = await self.resolve(selector)
+        self.catalog.touch(generation)
+        return self.leases.grant(generation, pid, client)
+
+    async def resolve(self, selector: Selector) -> Generation:
+        """The READY generation that a selector proves to mean. Raises CacheError saying why there is none."""
+        self._require_serving()
+        if selector.source is not None:
+            receipts.require_path(selector.source.path)
+            generation = await self._resident(selector.source)
+            if generation is None:
+                raise self._absence(selector.source)
+        else:
+            generation = self.find(selector)
+        return _require_ready(generation)
+
+    async def _is_resident(self, source: Source) -> bool:
+        try:
+            return await self._resident(source) is not None
+        except CheckpointChangedError as changed:
+            log.info("loading anew: %s", changed.message)
+            return False
+
+    async def _resident(self, source: Source) -> Generation | None:
+        """The READY generation that holds what is on disk at the source now, proved by receipts or by hashing.
+
+        Raises CheckpointChangedError if the source was bound to one, and holds something else now that is not
+        resident."""
+        bound = self.catalog.bound(source)
+        if bound is not None and bound[0].state is State.READY:
+            generation, known = bound
+            stale = receipts.stale(known)
+            if not stale:
+                return generation
+            log.info("receipts of %s no longer hold (%s): hashing again", source.path, ", ".join(stale))
+        elif not self.catalog.might_hold(source):
+            return None
+        digest, resolved_recipe, seen = await self.loads.digest(source)
+        found = self.catalog.twin(generation_id(digest, resolved_recipe), source.rank)
+        if found is not None:
+            self.residency.bind(source, found, seen)
+            return found
+        if bound is None or bound[0].state is not State.READY:
+            return None
+        paths = receipts.changed(bound[1], seen)
+        raise CheckpointChangedError(
+            f"{', '.join(paths)} changed on disk since generation {bound[0].id[:12]} was loaded; load the "
+            "checkpoint again, or restore the file",
+            {"paths": "\n".join(paths), "generation": bound[0].id},
+        )
+
+    def _absence(self, source: Source) -> CacheError:
+        attempt = self.catalog.attempt(source)
+        if attempt is None:
+            bound = self.catalog.bound(source)
+            if bound is not None and bound[0].state is State.RETIRING:
+                return RetiringError(f"generation {bound[0].id[:12]} of {source.path} is retiring; load it anew")
+            if bound is not None and bound[0].failure is not None:
+                return _load_failed(bound[0], source.path)
+            return NotResidentError(
+                f"{source.path} is not resident with quantization {source.recipe.quantization}; load it first",
+                {"path": source.path},
+            )
+        if attempt.state is State.LOADING:
+            return StillLoadingError(f"{source.path} is still loading", {"path": source.path})
+        return _load_failed(attempt, source.path)
+
+    def find(self, selector: Selector) -> Generation:
+        """The generation a selector names, in any state, without a look at the disk. Raises CacheError."""
+        if selector.generation_id:
+            return self.catalog.by_id(selector.generation_id)
+        if selector.digest:
+            assert selector.recipe is not None
+            assert selector.rank is not None
+            return self.catalog.by_digest(selector.digest, selector.recipe, selector.rank)
+        assert selector.source is not None
+        bound = self.catalog.bound(selector.source)
+        generation = self.catalog.attempt(selector.source) or (bound and bound[0])
+        if not generation:
+            raise NotResidentError(
+                f"{selector.source.path} is not known here with this recipe", {"path": selector.source.path}
+            )
+        return generation
+
+    async def evict(self, selector: Selector) -> tuple[Generation, bool]:
+        """Ends a generation in whatever state; True if its memory is back already. Raises CacheError."""
+        generation = self.find(selector)
+        generation.pinned = False
+        if generation.state is State.LOADING:
+            task = self.loads.cancel(generation, "evicted")
+            if task is not None:
+                await asyncio.wait({task})
+        if generation.state is State.FAILED:
+            self.catalog.remove(generation)
+            return generation, True
+        return generation, self.residency.retire(generation)
+
+    async def verify(self, selector: Selector) -> AsyncGenerator[Progress | VerifyResult, None]:
+        """Re-hashes a READY generation; the last item is the result.
+
+        Raises CorruptedError naming the tensors; the generation is FAILED then."""
+        generation = _require_ready(self.find(selector))
+        lease, _ = self.leases.grant(generation, 0, "verify")
+        try:
+            source = self.catalog.sources(generation)[0]
+            async with aclosing(self.loads.verify(generation, source)) as steps:
+                async for step in steps:
+                    if isinstance(step, VerifyResult) and step.corrupted:
+                        raise self._corrupted(generation, step.corrupted)
+                    yield step
+        finally:
+            self.residency.release(lease)
+
+    def _corrupted(self, generation: Generation, names: list[str]) -> CorruptedError:
+        failure = CorruptedError(
+            f"generation {generation.id[:12]}: resident bytes differ from the manifest in {', '.join(names)}",
+            {"tensors": "\n".join(names), "generation": generation.id},
+        )
+        self.leases.notify(generation, Event.RETIRING)
+        self.residency.fail(generation, failure)
+        return failure
+
+    def missing_models(self) -> list[str]:
+        """Paths the configuration names whose generation is not READY."""
+        bound = {source: self.catalog.bound(source) for source in self.config.models}
+        return [s.path for s, b in bound.items() if b is None or b[0].state is not State.READY]
+
+    async def drain(self) -> None:
+        """No new load or lease from now on; loads are cancelled and lease holders told."""
+        self.draining = True
+        for lease in self.leases.all():
+            lease.events.put_nowait((Event.DRAINING, ""))
+        await self.loads.cancel_all("ended because the daemon is stopping")
+
+    def _require_serving(self) -> None:
+        if self.draining:
+            raise DrainingError("the daemon is stopping")
+
+
+def require_device(device: str) -> None:
+    """Raises BadRequestError on a device this daemon does not have."""
+    if device not in DEVICES:
+        raise BadRequestError(f"unknown device {device!r}; this daemon has {', '.join(DEVICES)}", {"device": device})
+
+
+def _require_ready(generation: Generation) -> Generation:
+    match generation.state:
+        case State.READY:
+            return generation
+        case State.LOADING:
+            raise StillLoadingError(f"generation #{generation.serial} is still loading")
+        case State.RETIRING:
+            raise RetiringError(f"generation {generation.id[:12]} is retiring; load it anew")
+        case State.FAILED:
+            raise _load_failed(generation, generation.id[:12] or f"#{generation.serial}")
+
+
+def _load_failed(generation: Generation, name: str) -> LoadFailedError:
+    cause = generation.failure
+    assert cause is not None
+    return LoadFailedError(f"{name} failed: {cause.message}", {**cause.fields, "cause": cause.reason})

@@ -1,0 +1,119 @@
+"""Accounting of one device's memory: what is resident, what is promised, what is free.
+
+A load reserves before it allocates, and turns its reservation into residency at commit. The ledger only counts;
+it neither allocates nor frees.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import BadRequestError, NoMemoryError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_limit(text: str, physical_bytes: int) -> int:
+    """Bytes of a limit such as "80%", "64G", "512MiB" or "1000000".
+
+    Raises BadRequestError if it is none of these."""
+    value = text.strip()
+    try:
+        if value.endswith("%"):
+            share = float(value[:-1])
+            if not 0 < share <= 100:
+                raise ValueError("a share lies between 0 and 100")
+            return int(physical_bytes * share / 100)
+        number = value.upper().removesuffix("IB").removesuffix("B")
+        unit = number[-1:] if number[-1:] in ("K", "M", "G", "T") else ""
+        result = int(float(number.removesuffix(unit)) * _UNITS[unit])
+        if result <= 0:
+            raise ValueError("a limit is positive")
+    except ValueError as error:
+        raise BadRequestError(
+            f"memory limit {text!r} is neither a share such as 80% nor a size such as 64G"
+        ) from error
+    return result
+
+
+def physical_host_bytes() -> int:
+    """Memory of the host, or of the control group if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def available_host_bytes() -> int:
+    """What the kernel could give without swapping: MemAvailable of /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+class Ledger:
+    """Counts one device. Invariant: resident + reserved never exceeds capacity through `reserve`."""
+
+    def __init__(self, device: str, capacity_bytes: int) -> None:
+        self.device = device
+        self.capacity_bytes = capacity_bytes
+        self.resident_bytes = 0
+        self.reserved_bytes = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.resident_bytes - self.reserved_bytes
+
+    def shortage(self, num_bytes: int) -> int:
+        """How many bytes must go before `num_bytes` fit; 0 if they fit now."""
+        return max(0, num_bytes - self.free_bytes)
+
+    def reserve(self, num_bytes: int, evictable_bytes: int) -> None:
+        """Promises `num_bytes` to a load. Raises NoMemoryError with the numbers."""
+        if num_bytes > self.free_bytes:
+            raise NoMemoryError(
+                f"{self.device}: needs {num_bytes:,} bytes, but of a limit of {self.capacity_bytes:,} bytes "
+                f"{self.resident_bytes:,} are resident and {self.reserved_bytes:,} reserved, so "
+                f"{max(self.free_bytes, 0):,} are free; {evictable_bytes:,} could be evicted (--evict lru)",
+                {
+                    "device": self.device,
+                    "needed_bytes": str(num_bytes),
+                    "capacity_bytes": str(self.capacity_bytes),
+                    "resident_bytes": str(self.resident_bytes),
+                    "reserved_bytes": str(self.reserved_bytes),
+                    "evictable_bytes": str(evictable_bytes),
+                },
+            )
+        self.reserved_bytes += num_bytes
+
+    def commit(self, num_bytes: int) -> None:
+        """Turns a reservation into residency."""
+        self.release(num_bytes)
+        self.resident_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Gives a reservation back."""
+        assert 0 <= num_bytes <= self.reserved_bytes
+        self.reserved_bytes -= num_bytes
+
+    def free(self, num_bytes: int) -> None:
+        """Takes bytes that were resident off the books."""
+        assert 0 <= num_bytes <= self.resident_bytes
+        self.resident_bytes -= num_bytes
+
+
+def check_kernel_has(num_bytes: int) -> None:
+    """Raises NoMemoryError if the host itself could not hold `num_bytes` more, whatever the limit says."""
+    available = available_host_bytes()
+    if num_bytes > available:
+        raise NoMemoryError(
+            f"host: needs {num_bytes:,} bytes, but the kernel reports only {available:,} available",
+            {"device": "host", "needed_bytes": str(num_bytes), "available_bytes": str(available)},
+        )

@@ -1,0 +1,252 @@
+"""Generations and the catalog of them: what is resident, in which state, and under which names.
+
+Owns the states and their transitions. Does not own memory (segments.host), accounting (capacity) or leases.
+Invariants: an id is set exactly from commit on; READY has segments; FAILED and freed ones have none; no two
+generations that are READY share (id, rank).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from blake3 import blake3
+
+from .errors import BadRequestError, CacheError, NotResidentError
+from .segments.host import HostSegment
+
+MIN_ID_PREFIX = 8
+
+
+class State(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    RETIRING = "RETIRING"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine asks for, as it asked; the daemon compares recipes and never interprets them."""
+
+    model: str
+    quantization: str
+    compute_dtype: str
+    config_overrides: str
+    layout_version: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which part of the model: (rank, size) for each kind of parallelism, and the role."""
+
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    dp: tuple[int, int] = (0, 1)
+    role: str = "target"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Proof of what was read from one file. Times in nanoseconds."""
+
+    path: str
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    content_digest: bytes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of time of some process, in nanoseconds of CLOCK_MONOTONIC."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A name by which engines ask for weights: path, recipe and rank."""
+
+    path: str
+    recipe: Recipe
+    rank: Rank
+
+
+@dataclass
+class Progress:
+    phase: str = "start"
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A shard's table as committed: the bytes to hand out, and what the daemon needs to know of them."""
+
+    serialized: bytes
+    checkpoint_digest: str
+    resolved_recipe: str
+    segment_bytes: tuple[int, ...]
+    num_tensors: int
+
+
+@dataclass(eq=False)
+class Generation:
+    """One resident (or failed, or arriving) shard of a generation."""
+
+    serial: int
+    recipe: Recipe
+    rank: Rank
+    device: str
+    state: State = State.LOADING
+    id: str = ""
+    manifest: Manifest | None = None
+    segments: list[HostSegment] = field(default_factory=list)
+    failure: CacheError | None = None
+    progress: Progress = field(default_factory=Progress)
+    load_phases: list[Phase] = field(default_factory=list)
+    num_attaches: int = 0
+    last_used: int = 0
+    pinned: bool = False
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(segment.size_bytes for segment in self.segments)
+
+    def commit(self, manifest: Manifest, segments: list[HostSegment], phases: list[Phase]) -> None:
+        """LOADING → READY. The caller has sealed the segments and seen the loader exit."""
+        assert self.state is State.LOADING
+        self.id = generation_id(manifest.checkpoint_digest, manifest.resolved_recipe)
+        self.manifest, self.segments, self.load_phases = manifest, segments, phases
+        self.state = State.READY
+
+    def fail(self, failure: CacheError) -> int:
+        """→ FAILED(reason). Returns the bytes whose last reference of ours is gone."""
+        self.failure = failure
+        self.state = State.FAILED
+        return self.free()
+
+    def free(self) -> int:
+        """Closes our descriptors; processes that map the segments keep them. Returns the bytes let go."""
+        num_bytes = self.resident_bytes
+        for segment in self.segments:
+            segment.close()
+        self.segments = []
+        return num_bytes
+
+
+def generation_id(checkpoint_digest: str, resolved_recipe: str) -> str:
+    """Hash of content and recipe, 64 hexadecimal digits."""
+    return blake3(f"{checkpoint_digest}\n{resolved_recipe}".encode()).hexdigest()
+
+
+class Catalog:
+    """Every generation the daemon knows, and the receipts that tie sources on disk to them."""
+
+    MAX_FAILED = 16
+
+    def __init__(self) -> None:
+        self._serials = itertools.count(1)
+        self._clock = itertools.count(1)
+        self._generations: dict[int, Generation] = {}
+        self._receipts: dict[Source, tuple[Generation, list[Receipt]]] = {}
+        self._attempts: dict[Source, Generation] = {}
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(list(self._generations.values()))
+
+    def begin(self, source: Source, device: str, pinned: bool) -> Generation:
+        """A new LOADING generation; an earlier failure of the same source is forgotten."""
+        previous = self._attempts.get(source)
+        if previous is not None and previous.state is State.FAILED:
+            self.remove(previous)
+        generation = Generation(next(self._serials), source.recipe, source.rank, device, pinned=pinned)
+        self._generations[generation.serial] = generation
+        self._attempts[source] = generation
+        return generation
+
+    def attempt(self, source: Source) -> Generation | None:
+        """The latest load of this source that is LOADING or FAILED, if any."""
+        generation = self._attempts.get(source)
+        return generation if generation and generation.state in (State.LOADING, State.FAILED) else None
+
+    def twin(self, generation_id: str, rank: Rank) -> Generation | None:
+        """The READY generation with this identity, if any."""
+        for generation in self:
+            if generation.id == generation_id and generation.rank == rank and generation.state is State.READY:
+                return generation
+        return None
+
+    def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> Generation | None:
+        """Ties a source to what it was proved to hold. Returns the generation it held before, if another."""
+        previous = self._receipts.get(source)
+        self._receipts[source] = (generation, receipts)
+        return previous[0] if previous and previous[0] is not generation else None
+
+    def bound(self, source: Source) -> tuple[Generation, list[Receipt]] | None:
+        return self._receipts.get(source)
+
+    def sources(self, generation: Generation) -> list[Source]:
+        attempts = [s for s, g in self._attempts.items() if g is generation]
+        return [s for s, (g, _) in self._receipts.items() if g is generation] or attempts
+
+    def receipts(self, generation: Generation) -> list[Receipt]:
+        found = {r.path: r for g, receipts in self._receipts.values() if g is generation for r in receipts}
+        return [found[path] for path in sorted(found)]
+
+    def by_id(self, prefix: str) -> Generation:
+        """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none."""
+        if len(prefix) < MIN_ID_PREFIX:
+            raise BadRequestError(f"generation id {prefix!r} is shorter than {MIN_ID_PREFIX} digits")
+        found = [g for g in self if g.id.startswith(prefix)]
+        live = [g for g in found if g.state is State.READY] or found
+        if not live:
+            raise NotResidentError(f"no generation with id {prefix}", {"generation": prefix})
+        if len({g.id for g in live}) > 1:
+            raise BadRequestError(f"generation id {prefix} is ambiguous: {', '.join(g.id for g in live)}")
+        return live[-1]
+
+    def by_digest(self, digest: str, recipe: Recipe, rank: Rank) -> Generation:
+        """Raises NotResidentError if no generation was made from this content by this recipe."""
+        found = [
+            g
+            for g in self
+            if g.manifest and g.manifest.checkpoint_digest == digest and (g.recipe, g.rank) == (recipe, rank)
+        ]
+        live = [g for g in found if g.state is State.READY] or found
+        if not live:
+            raise NotResidentError(f"no generation of checkpoint digest {digest} with this recipe")
+        return live[-1]
+
+    def might_hold(self, source: Source) -> bool:
+        """Whether some READY generation could turn out to be this source's content."""
+        wanted = source.recipe
+        return any(
+            g.state is State.READY
+            and g.rank == source.rank
+            and (g.recipe.quantization, g.recipe.compute_dtype, g.recipe.layout_version)
+            == (wanted.quantization, wanted.compute_dtype, wanted.layout_version)
+            for g in self
+        )
+
+    def touch(self, generation: Generation) -> None:
+        """Marks it as used now, for the order of LRU eviction."""
+        generation.last_used = next(self._clock)
+
+    def remove(self, generation: Generation) -> None:
+        self._generations.pop(generation.serial, None)
+        self._receipts = {s: v for s, v in self._receipts.items() if v[0] is not generation}
+        self._attempts = {s: g for s, g in self._attempts.items() if g is not generation}
+
+    def forget_old_failures(self) -> None:
+        failed = [g for g in self if g.state is State.FAILED]
+        for generation in failed[: -self.MAX_FAILED]:
+            self.remove(generation)

@@ -1,0 +1,91 @@
+"""The one place where a domain error becomes a gRPC status with a typed trailer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from . import wire
+from .errors import CacheError, InternalError
+
+log = logging.getLogger(__name__)
+
+ERROR_TRAILER = "preload-error-bin"
+_MAX_MESSAGE_CHARS = 1500
+_MAX_FIELD_CHARS = 1000
+"""Trailers travel as HTTP/2 headers, which are bounded at 8 KiB in sum by default."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Wraps every handler. A CacheError is an answer; anything else is a bug, logged with its traceback."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        if handler.unary_unary:
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary))
+        if handler.unary_stream:
+            return handler._replace(unary_stream=_guard_stream(handler.unary_stream))
+        if handler.stream_stream:
+            return handler._replace(stream_stream=_guard_stream(handler.stream_stream))
+        return handler
+
+
+def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except CacheError as error:
+            await _abort(context, error)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            log.exception("a request hit a bug")
+            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+
+    return guarded
+
+
+def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        responses = behavior(request, context)
+        try:
+            async for response in responses:
+                yield response
+        except CacheError as error:
+            await _abort(context, error)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            log.exception("a request hit a bug")
+            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+        finally:
+            await responses.aclose()
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: CacheError) -> NoReturn:
+    info = wire.error_info(error)
+    info.message = _shorten(info.message, _MAX_MESSAGE_CHARS)
+    for key, value in info.fields.items():
+        info.fields[key] = _shorten(value, _MAX_FIELD_CHARS)
+    trailer = ((ERROR_TRAILER, info.SerializeToString()),)
+    await context.abort(error.status, info.message, trailing_metadata=trailer)
+    raise AssertionError("abort raises")
+
+
+def _shorten(text: str, limit: int) -> str:
+    """Keeps both ends: the start names the thing, the end holds a process's last words."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} … {text[-limit // 2 :]}"

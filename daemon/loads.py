@@ -1,0 +1,268 @@
+"""Loads under way: one loader for each source, joined by as many callers as ask for it.
+
+Owns the path from a source to a READY generation: spawn, reserve, allocate, grant, commit. A load that ends in any
+other way leaves a FAILED generation with its reason, no segment and no reservation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+
+from preload.protos import loader_pb2 as pb
+
+from . import wire
+from .capacity import Ledger, check_kernel_has
+from .config import DaemonConfig
+from .errors import BadRequestError, CacheError, EvictedError, InternalError, NoMemoryError
+from .generations import Catalog, Generation, Phase, Progress, Receipt, Source
+from .loader_process import LoaderProcess
+from .residency import Residency
+from .segments.host import HostSegment
+
+log = logging.getLogger(__name__)
+
+_MAX_SEGMENTS = 128
+_MAX_TABLE_BYTES = 256 * 1024 * 1024
+_PROGRESS_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What a loader found when it hashed resident memory; `corrupted` names tensors."""
+
+    num_tensors: int
+    num_bytes: int
+    corrupted: list[str]
+
+
+@dataclass(eq=False)
+class _Load:
+    """One loader's way to a generation. `cancel_reason` says who ended it, if somebody did."""
+
+    source: Source
+    generation: Generation
+    evict_lru: bool
+    task: asyncio.Task[Generation] = field(init=False)
+    num_callers: int = 0
+    cancel_reason: str = ""
+    reserved_bytes: int = 0
+    segments: list[HostSegment] = field(default_factory=list)
+    tables: tuple[bytes, bytes] | None = None
+    phases: list[Phase] = field(default_factory=list)
+
+
+class Loads:
+    """Starts, joins and cancels loads; also runs the loader's other two modes, digest and verify."""
+
+    def __init__(self, catalog: Catalog, residency: Residency, ledger: Ledger, config: DaemonConfig) -> None:
+        self._catalog = catalog
+        self._residency = residency
+        self._ledger = ledger
+        self._config = config
+        self._loads: dict[Source, _Load] = {}
+        self._digests: dict[Source, asyncio.Task[tuple[str, str, list[Receipt]]]] = {}
+        self._loaders = asyncio.Semaphore(config.max_loaders)
+
+    async def join(
+        self, source: Source, device: str, evict_lru: bool, pinned: bool
+    ) -> AsyncGenerator[Progress, None]:
+        """Progress of the source's load, which is started if there is none; ends when it is resident.
+
+        Raises what the load failed with. When the last caller leaves, the load is cancelled."""
+        load = self._loads.get(source) or self._start(source, device, evict_lru, pinned)
+        load.num_callers += 1
+        try:
+            while not load.task.done():
+                yield replace(load.generation.progress)
+                await asyncio.wait({load.task}, timeout=_PROGRESS_INTERVAL_S)
+            load.task.result()
+            yield replace(load.generation.progress)
+        finally:
+            load.num_callers -= 1
+            if load.num_callers == 0:
+                self._cancel(load, "cancelled by its last caller")
+
+    def is_loading(self, source: Source) -> bool:
+        return source in self._loads
+
+    def cancel(self, generation: Generation, reason: str) -> asyncio.Task[Generation] | None:
+        """Ends the load of a LOADING generation; the task returned is done when nothing of it is left."""
+        for load in self._loads.values():
+            if load.generation is generation:
+                self._cancel(load, reason)
+                return load.task
+        return None
+
+    async def cancel_all(self, reason: str) -> None:
+        loads = list(self._loads.values())
+        for load in loads:
+            self._cancel(load, reason)
+        await asyncio.gather(*(load.task for load in loads), return_exceptions=True)
+
+    def _start(self, source: Source, device: str, evict_lru: bool, pinned: bool) -> _Load:
+        load = _Load(source, self._catalog.begin(source, device, pinned), evict_lru)
+        self._loads[source] = load
+        load.task = asyncio.create_task(self._run(load))
+        # Callers may all be gone when it fails; the failure is kept in the generation.
+        load.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return load
+
+    def _cancel(self, load: _Load, reason: str) -> None:
+        if not load.task.done() and not load.cancel_reason:
+            load.cancel_reason = reason
+            load.task.cancel()
+
+    async def _run(self, load: _Load) -> Generation:
+        """The whole life of one load. Raises CacheError."""
+        try:
+            async with self._loaders:
+                await self._run_loader(load)
+            return self._commit(load)
+        except asyncio.CancelledError:
+            failure: CacheError = EvictedError(f"the load of {load.source.path} was {load.cancel_reason}")
+        except CacheError as error:
+            failure = error
+        except Exception as error:
+            log.exception("a load of %s hit a bug", load.source.path)
+            failure = InternalError(f"cannot load {load.source.path}: {error}")
+        finally:
+            self._loads.pop(load.source, None)
+            for segment in load.segments:
+                segment.close()
+            self._ledger.release(load.reserved_bytes)
+        self._residency.fail(load.generation, failure)
+        raise failure
+
+    async def _run_loader(self, load: _Load) -> None:
+        job = wire.job(pb.MODE_LOAD, load.source, self._config.loader_threads)
+        loader = await LoaderProcess.start(self._config.loader_command, job)
+        try:
+            async for update, fds in loader.updates():
+                self._on_update(load, loader, update, fds)
+            if load.tables is None:
+                raise await loader.death()
+            # Its writable mappings end with the process: only then is the memory nobody's to write.
+            if await loader.exited() != 0:
+                raise await loader.death()
+        finally:
+            await loader.stop()
+
+    def _on_update(self, load: _Load, loader: LoaderProcess, update: pb.Update, fds: list[int]) -> None:
+        match update.WhichOneof("update"):
+            case "plan":
+                self._allocate(load, update.plan.segment_bytes)
+                loader.send(pb.Grant(granted=True), [segment.fd for segment in load.segments])
+            case "progress":
+                load.generation.progress = wire.progress(update.progress)
+            case "committed":
+                manifest, receipts = _read_tables(fds, 2)
+                load.tables = (manifest, receipts)
+                load.phases = wire.phases(update.committed.phases)
+            case "failed":
+                raise wire.error(update.failed)
+            case other:
+                raise InternalError(f"the loader sent {other} during a load")
+
+    def _allocate(self, load: _Load, segment_bytes: Sequence[int]) -> None:
+        """Reserves and creates what the loader asks for. Raises NoMemoryError, BadRequestError."""
+        if load.segments:
+            raise InternalError("the loader sent a second plan")
+        if len(segment_bytes) > _MAX_SEGMENTS:
+            raise BadRequestError(f"{len(segment_bytes)} segments; a shard has at most {_MAX_SEGMENTS}")
+        total = sum(segment_bytes)
+        if load.evict_lru:
+            self._residency.make_room(total)
+        self._ledger.reserve(total, self._residency.evictable_bytes())
+        load.reserved_bytes = total
+        check_kernel_has(total)
+        for index, size in enumerate(segment_bytes):
+            name = f"{os.path.basename(load.source.path)}:{index}"[:200]
+            try:
+                load.segments.append(HostSegment.allocate(size, name))
+            except OSError as error:
+                raise NoMemoryError(f"cannot create a segment of {size:,} bytes: {error}") from error
+
+    def _commit(self, load: _Load) -> Generation:
+        """LOADING → READY in one turn of the event loop, or → the generation that already holds this."""
+        assert load.tables is not None
+        manifest = wire.manifest(load.tables[0], [s.size_bytes for s in load.segments])
+        receipts = wire.receipts(load.tables[1])
+        for segment in load.segments:
+            segment.seal()
+        segments, load.segments = load.segments, []
+        reserved, load.reserved_bytes = load.reserved_bytes, 0
+        self._ledger.commit(reserved)
+        return self._residency.commit(load.generation, load.source, manifest, segments, load.phases, receipts)
+
+    async def digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
+        """Re-reads the files of a source: (checkpoint digest, resolved recipe, receipts). Shared by callers.
+
+        Raises CacheError."""
+        task = self._digests.get(source)
+        if task is None:
+            task = self._digests[source] = asyncio.create_task(self._run_digest(source))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda _: self._digests.pop(source, None))
+        return await asyncio.shield(task)
+
+    async def _run_digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
+        async with self._loaders:
+            job = wire.job(pb.MODE_DIGEST, source, self._config.loader_threads)
+            loader = await LoaderProcess.start(self._config.loader_command, job)
+            try:
+                async for update, fds in loader.updates():
+                    match update.WhichOneof("update"):
+                        case "digested":
+                            (table,) = _read_tables(fds, 1)
+                            digested = update.digested
+                            return digested.checkpoint_digest, digested.resolved_recipe, wire.receipts(table)
+                        case "failed":
+                            raise wire.error(update.failed)
+                raise await loader.death()
+            finally:
+                await loader.stop()
+
+    async def verify(self, generation: Generation, source: Source) -> AsyncGenerator[Progress | VerifyResult, None]:
+        """Re-hashes what is resident; the last item is the result. Raises CacheError if the loader dies."""
+        assert generation.manifest is not None
+        table = os.memfd_create("preload:manifest", os.MFD_CLOEXEC)
+        try:
+            os.write(table, generation.manifest.serialized)
+            os.lseek(table, 0, os.SEEK_SET)
+            job = wire.job(pb.MODE_VERIFY, source, self._config.loader_threads)
+            fds = [table, *(segment.fd for segment in generation.segments)]
+            loader = await LoaderProcess.start(self._config.loader_command, job, fds)
+        finally:
+            os.close(table)
+        try:
+            async for update, _ in loader.updates():
+                match update.WhichOneof("update"):
+                    case "progress":
+                        yield wire.progress(update.progress)
+                    case "verified":
+                        found = update.verified
+                        yield VerifyResult(found.num_tensors, found.num_bytes, list(found.corrupted))
+                        return
+                    case "failed":
+                        raise wire.error(update.failed)
+            raise await loader.death()
+        finally:
+            await loader.stop()
+
+
+def _read_tables(fds: list[int], expected: int) -> list[bytes]:
+    """Contents of the memfds that came with a message; closes them. Raises InternalError."""
+    try:
+        if len(fds) != expected:
+            raise InternalError(f"the loader sent {len(fds)} tables instead of {expected}")
+        sizes = [os.fstat(fd).st_size for fd in fds]
+        if max(sizes) > _MAX_TABLE_BYTES:
+            raise InternalError(f"the loader sent a table of {max(sizes):,} bytes")
+        return [os.pread(fd, size, 0) for fd, size in zip(fds, sizes, strict=True)]
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,101 @@
+"""What happens to generations after their load: commit, failure, retirement, eviction, and the books behind them.
+
+Every path on which memory comes or goes leads through here, so that ledger, catalog and leases always agree.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from .capacity import Ledger
+from .errors import CacheError
+from .generations import Catalog, Generation, Manifest, Phase, Receipt, Source, State, generation_id
+from .leases import Event, Lease, LeaseBook
+from .segments.host import HostSegment
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Moves generations through their states and keeps the ledger true."""
+
+    def __init__(self, catalog: Catalog, leases: LeaseBook, ledger: Ledger) -> None:
+        self._catalog = catalog
+        self._leases = leases
+        self._ledger = ledger
+
+    def commit(
+        self,
+        generation: Generation,
+        source: Source,
+        manifest: Manifest,
+        segments: list[HostSegment],
+        phases: list[Phase],
+        receipts: list[Receipt],
+    ) -> Generation:
+        """LOADING → READY; a copy of what is READY already is dropped in favour of that one."""
+        identity = generation_id(manifest.checkpoint_digest, manifest.resolved_recipe)
+        twin = self._catalog.twin(identity, generation.rank)
+        if twin is None:
+            generation.commit(manifest, segments, phases)
+            log.info("generation %s is READY: %s", generation.id[:12], source.path)
+        else:
+            self._ledger.free(sum(s.size_bytes for s in segments))
+            for segment in segments:
+                segment.close()
+            self._catalog.remove(generation)
+            generation = twin
+        self._catalog.touch(generation)
+        self.bind(source, generation, receipts)
+        return generation
+
+    def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> None:
+        """Ties a source to its content; a generation that lost its last source this way retires."""
+        previous = self._catalog.bind(source, generation, receipts)
+        if previous and previous.state is State.READY and not self._catalog.sources(previous):
+            self._leases.notify(previous, Event.SUPERSEDED, generation.id)
+            self.retire(previous)
+
+    def fail(self, generation: Generation, failure: CacheError) -> None:
+        """→ FAILED(reason): memory back, kept in the catalog so that an operator sees why."""
+        log.error("generation %s FAILED: %s", generation.id[:12] or f"#{generation.serial}", failure.message)
+        self._ledger.free(generation.fail(failure))
+        self._catalog.forget_old_failures()
+
+    def retire(self, generation: Generation) -> bool:
+        """READY → RETIRING. True if its memory went at once, for want of leases."""
+        if generation.state is State.READY:
+            generation.state = State.RETIRING
+            self._leases.notify(generation, Event.RETIRING)
+        return self._free_if_unused(generation)
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease; the last one of a RETIRING generation takes the memory with it."""
+        self._leases.release(lease)
+        self._catalog.touch(lease.generation)
+        self._free_if_unused(lease.generation)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Evicts unleased generations, least recently used first, only if that will be enough."""
+        if self._ledger.shortage(num_bytes) > self.evictable_bytes():
+            return
+        for generation in sorted(self._evictable(), key=lambda g: g.last_used):
+            if self._ledger.shortage(num_bytes) == 0:
+                return
+            log.info("evicting %s for %d bytes", generation.id[:12], num_bytes)
+            self.retire(generation)
+
+    def evictable_bytes(self) -> int:
+        return sum(g.resident_bytes for g in self._evictable())
+
+    def _evictable(self) -> list[Generation]:
+        """Models of the configuration are not evicted for others."""
+        return [g for g in self._catalog if g.state is State.READY and not g.pinned and not self._leases.of(g)]
+
+    def _free_if_unused(self, generation: Generation) -> bool:
+        if generation.state is not State.RETIRING or self._leases.of(generation):
+            return False
+        self._ledger.free(generation.free())
+        self._catalog.remove(generation)
+        log.info("generation %s is freed", generation.id[:12])
+        return True

@@ -1,0 +1,49 @@
+"""Host-memory segments: sealed memfds.
+
+A segment is created empty and writable for its one loader, and sealed for good at commit: it can no longer
+shrink, grow, be written, or be mapped writable, by anybody, and no seal can be added. The daemon holds only the
+descriptor; it never maps the memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+_LAYOUT_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE = 0x0010
+"""Linux 5.1; not in Python's fcntl before 3.13. No new writable mapping and no write(); the loader's own
+writable mapping lives on until it exits, which the daemon waits for before it serves the segment."""
+
+
+class HostSegment:
+    """Owns one memfd. `size_bytes` is a multiple of the page size."""
+
+    backend = "host"
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.fd = fd
+        self.size_bytes = size_bytes
+
+    @staticmethod
+    def allocate(size_bytes: int, name: str) -> HostSegment:
+        """Reserves address space only; pages are charged to whoever touches them first, the loader.
+
+        Raises OSError (EMFILE, ENOMEM, EINVAL)."""
+        fd = os.memfd_create(f"preload:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LAYOUT_SEALS)
+        except OSError:
+            os.close(fd)
+            raise
+        return HostSegment(fd, size_bytes)
+
+    def seal(self) -> None:
+        """Read-only for everybody from now on, irrevocably."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,158 @@
+"""The daemon's process: sockets up, models of the configuration loaded, signals obeyed, everything down again.
+
+Read `run` top to bottom. The runtime folder is locked for the daemon's life, so a second one is refused and the
+first unharmed; sockets of a dead predecessor are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+from contextlib import aclosing, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from preload.protos import weight_cache_pb2, weight_cache_pb2_grpc
+
+from .cache import WeightCache
+from .config import DaemonConfig
+from .errors import BadRequestError, CacheError
+from .generations import Source
+from .handover import Handover
+from .http import HttpServer, make_app
+from .interceptor import ErrorInterceptor
+from .metrics import Metrics
+from .service import WeightCacheService
+
+log = logging.getLogger(__name__)
+
+_MAX_SOCKET_PATH = 107
+_SERVICE = weight_cache_pb2.DESCRIPTOR.services_by_name["WeightCache"].full_name
+_GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", 1024 * 1024),
+    ("grpc.max_send_message_length", 256 * 1024 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.so_reuseport", 0),
+)
+
+
+def run(config: DaemonConfig) -> int:
+    """Serves until SIGTERM or SIGINT. Raises BadRequestError if the runtime folder is in use or unusable."""
+    os.umask(0o077)
+    runtime_dir = _prepare_runtime_dir(config.runtime_dir)
+    with _lock(runtime_dir):
+        asyncio.run(_serve(config, runtime_dir))
+    return 0
+
+
+async def _serve(config: DaemonConfig, runtime_dir: Path) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    cache = WeightCache(config, _next_epoch(runtime_dir))
+    metrics = Metrics(cache)
+    handover_path = str(runtime_dir / "segments.sock")
+    handover = Handover(handover_path, cache.leases, frozenset({os.geteuid(), *config.allow_uids}))
+    health = HealthServicer()
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS)
+    service = WeightCacheService(cache, metrics, handover_path, version("preload-llm"))
+    weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    server.add_insecure_port(f"unix:{runtime_dir / 'daemon.sock'}")
+    http = HttpServer(make_app(cache, metrics), config.http_host, config.http_port)
+
+    await server.start()
+    background = [asyncio.create_task(handover.serve()), asyncio.create_task(_serve_http(http, stop))]
+    background += [asyncio.create_task(_load_on_boot(cache, metrics, source)) for source in config.models]
+    await health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    log.info("epoch %d serves at %s with %s", cache.epoch, runtime_dir, _describe_limit(cache))
+
+    await stop.wait()
+    log.info("draining")
+    await health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await cache.drain()
+    await server.stop(grace=config.drain_timeout_s)
+    http.should_exit = True
+    for task in (background[0], *background[2:]):
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
+    handover.close()
+
+
+async def _serve_http(http: HttpServer, stop: asyncio.Event) -> None:
+    """A port that is taken ends the daemon: an operator who asked for probes must not go without."""
+    try:
+        await http.serve()
+    except SystemExit:
+        log.error("cannot listen on %s:%d; choose another --http-port", http.config.host, http.config.port)
+        stop.set()
+
+
+async def _load_on_boot(cache: WeightCache, metrics: Metrics, source: Source) -> None:
+    """A model that fails is reported by /ready, and leaves the others alone."""
+    with suppress(CacheError), metrics.load():
+        async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
+            async for _ in steps:
+                pass
+
+
+def _describe_limit(cache: WeightCache) -> str:
+    return f"{cache.ledger.capacity_bytes:,} bytes for weights"
+
+
+def _prepare_runtime_dir(path: str) -> Path:
+    """Makes the folder with mode 0700; one that exists must be ours. Raises BadRequestError."""
+    runtime_dir = Path(path).absolute()
+    if len(os.fsencode(runtime_dir / "segments.sock")) > _MAX_SOCKET_PATH:
+        raise BadRequestError(
+            f"runtime folder {runtime_dir} is too long: a socket's path has at most {_MAX_SOCKET_PATH} bytes"
+        )
+    try:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = runtime_dir.stat()
+        if owner.st_uid != os.geteuid():
+            raise BadRequestError(f"runtime folder {runtime_dir} belongs to user {owner.st_uid}")
+        runtime_dir.chmod(0o700)
+    except OSError as error:
+        raise BadRequestError(f"runtime folder {runtime_dir}: {error.strerror}") from error
+    return runtime_dir
+
+
+class _lock:  # noqa: N801
+    """Holds the folder's lock file, and clears the sockets that a dead predecessor left behind."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+
+    def __enter__(self) -> None:
+        self._fd = os.open(self._runtime_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise BadRequestError(f"another daemon serves in {self._runtime_dir}") from error
+        for name in ("daemon.sock", "segments.sock"):
+            (self._runtime_dir / name).unlink(missing_ok=True)
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+
+def _next_epoch(runtime_dir: Path) -> int:
+    """Counts the daemon's lives in a file of the runtime folder."""
+    path = runtime_dir / "epoch"
+    try:
+        epoch = int(path.read_text()) + 1
+    except (FileNotFoundError, ValueError):
+        epoch = 1
+    path.write_text(str(epoch))
+    return epoch

@@ -1,0 +1,206 @@
+"""Conversion between the domain and the messages of the contract. Nothing else builds or reads a message field
+by field."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from preload.protos import loader_pb2 as loader
+from preload.protos import weight_cache_pb2 as pb
+
+from .errors import BY_REASON, BadRequestError, CacheError, InternalError
+from .generations import Generation, Manifest, Phase, Progress, Rank, Receipt, Recipe, Source, State
+from .leases import Event, Lease
+
+_ROLES = ("target", "draft")
+_MAX_CLIENT_CHARS = 200
+
+
+def recipe(message: pb.Recipe) -> Recipe:
+    return Recipe(
+        model=message.model or "auto",
+        quantization=message.quantization or "keep",
+        compute_dtype=message.compute_dtype or "float32",
+        config_overrides=message.config_overrides,
+        layout_version=message.layout_version,
+    )
+
+
+def rank(message: pb.Rank) -> Rank:
+    """Raises BadRequestError unless every rank lies below its size and the role is known."""
+    role = message.role or "target"
+    if role not in _ROLES:
+        raise BadRequestError(f"unknown role {role!r}; known are {', '.join(_ROLES)}")
+    pairs = {}
+    for kind in ("tp", "pp", "ep", "dp"):
+        own, size = getattr(message, f"{kind}_rank"), getattr(message, f"{kind}_size") or 1
+        if own >= size:
+            raise BadRequestError(f"{kind}_rank {own} is not below {kind}_size {size}")
+        pairs[kind] = (own, size)
+    return Rank(**pairs, role=role)
+
+
+def source(path: str, recipe_message: pb.Recipe, rank_message: pb.Rank) -> Source:
+    """Raises BadRequestError on a path that is not absolute."""
+    if not os.path.isabs(path) or "\0" in path:
+        raise BadRequestError(f"checkpoint path {path!r} is not absolute", {"path": path})
+    return Source(os.path.normpath(path), recipe(recipe_message), rank(rank_message))
+
+
+def client_name(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_CLIENT_CHARS])
+
+
+def phases(messages: Sequence[pb.Phase]) -> list[Phase]:
+    return [Phase(m.name, m.start_ns, m.end_ns) for m in messages]
+
+
+def error_info(error: CacheError) -> pb.ErrorInfo:
+    return pb.ErrorInfo(reason=pb.ErrorReason.Value(error.reason), message=error.message, fields=error.fields)
+
+
+def error(info: pb.ErrorInfo) -> CacheError:
+    """The domain error a loader reported."""
+    cls = BY_REASON.get(pb.ErrorReason.Name(info.reason), InternalError)
+    return cls(info.message, dict(info.fields))
+
+
+def receipts(serialized: bytes) -> list[Receipt]:
+    message = loader.Receipts.FromString(serialized)
+    return [
+        Receipt(
+            r.path, r.device, r.inode, r.size_bytes, r.mtime_ns, r.ctime_ns, r.content_digest
+        )
+        for r in message.receipts
+    ]  # fmt: skip
+
+
+def receipt_message(receipt: Receipt) -> pb.Receipt:
+    return pb.Receipt(
+        path=receipt.path,
+        device=receipt.device,
+        inode=receipt.inode,
+        size_bytes=receipt.size_bytes,
+        mtime_ns=receipt.mtime_ns,
+        ctime_ns=receipt.ctime_ns,
+        content_digest=receipt.content_digest,
+    )
+
+
+def manifest(serialized: bytes, segment_bytes: Sequence[int]) -> Manifest:
+    """Checks a loader's manifest against the segments it was given.
+
+    Raises InternalError if a tensor lies outside them: the loader is wrong, not the checkpoint."""
+    try:
+        message = pb.Manifest.FromString(serialized)
+    except DecodeError as cause:
+        raise InternalError(f"the loader's manifest is not readable: {cause}") from cause
+    if list(message.segment_bytes) != list(segment_bytes):
+        raise InternalError("the loader's manifest speaks of other segments than it was given")
+    for tensor in message.tensors:
+        if tensor.segment >= len(segment_bytes) and tensor.num_bytes:
+            raise InternalError(f"manifest: tensor {tensor.name} lies in segment {tensor.segment}")
+        if tensor.num_bytes and tensor.offset + tensor.num_bytes > segment_bytes[tensor.segment]:
+            raise InternalError(f"manifest: tensor {tensor.name} passes the end of its segment")
+    return Manifest(
+        serialized,
+        message.checkpoint_digest,
+        message.resolved_recipe,
+        tuple(segment_bytes),
+        len(message.tensors),
+    )
+
+
+def job(mode: loader.Mode.ValueType, of: Source, num_threads: int) -> loader.Job:
+    return loader.Job(
+        mode=mode,
+        checkpoint_path=of.path,
+        recipe=recipe_message(of.recipe),
+        rank=rank_message(of.rank),
+        spawned_at_ns=time.monotonic_ns(),
+        num_threads=num_threads,
+    )
+
+
+def recipe_message(value: Recipe) -> pb.Recipe:
+    return pb.Recipe(
+        model=value.model,
+        quantization=value.quantization,
+        compute_dtype=value.compute_dtype,
+        config_overrides=value.config_overrides,
+        layout_version=value.layout_version,
+    )
+
+
+def rank_message(value: Rank) -> pb.Rank:
+    message = pb.Rank(role=value.role)
+    for kind in ("tp", "pp", "ep", "dp"):
+        own, size = getattr(value, kind)
+        setattr(message, f"{kind}_rank", own)
+        setattr(message, f"{kind}_size", size)
+    return message
+
+
+def progress(message: pb.Progress) -> Progress:
+    return Progress(message.phase, message.done_bytes, message.total_bytes)
+
+
+def progress_message(value: Progress) -> pb.Progress:
+    return pb.Progress(phase=value.phase, done_bytes=value.done_bytes, total_bytes=value.total_bytes)
+
+
+def phase_messages(values: Sequence[Phase]) -> list[pb.Phase]:
+    return [pb.Phase(name=p.name, start_ns=p.start_ns, end_ns=p.end_ns) for p in values]
+
+
+def segment_messages(generation: Generation) -> list[pb.Segment]:
+    return [
+        pb.Segment(index=i, size_bytes=s.size_bytes, backend=s.backend) for i, s in enumerate(generation.segments)
+    ]
+
+
+def generation_message(value: Generation, sources: Sequence[Source], leases: Sequence[Lease]) -> pb.Generation:
+    now = time.monotonic()
+    return pb.Generation(
+        id=value.id,
+        serial=value.serial,
+        state=pb.GenerationState.Value(f"GENERATION_STATE_{value.state.name}"),
+        failure=error_info(value.failure) if value.failure else None,
+        checkpoint_paths=sorted({s.path for s in sources}),
+        checkpoint_digest=value.manifest.checkpoint_digest if value.manifest else "",
+        resolved_recipe=value.manifest.resolved_recipe if value.manifest else "",
+        recipe=recipe_message(value.recipe),
+        rank=rank_message(value.rank),
+        device=value.device,
+        resident_bytes=value.resident_bytes,
+        num_segments=len(value.segments),
+        num_tensors=value.manifest.num_tensors if value.manifest else 0,
+        progress=progress_message(value.progress) if value.state is State.LOADING else None,
+        load_phases=phase_messages(value.load_phases),
+        num_attaches=value.num_attaches,
+        leases=[
+            pb.Lease(
+                id=lease.id,
+                pid=lease.pid,
+                client=lease.client,
+                age_ms=int((now - lease.since_s) * 1000),
+                mapped=lease.mapped,
+                phases=phase_messages(lease.phases),
+            )
+            for lease in leases
+        ],
+    )
+
+
+def event_message(event: Event, successor: str) -> pb.AttachEvent:
+    match event:
+        case Event.RETIRING:
+            return pb.AttachEvent(retiring=pb.Retiring())
+        case Event.SUPERSEDED:
+            return pb.AttachEvent(superseded=pb.Superseded(generation_id=successor))
+        case Event.DRAINING:
+            return pb.AttachEvent(draining=pb.Draining())
