@@ -33,7 +33,7 @@ from preload.protos import weight_cache_pb2 as pb
 class PreloadError(Exception):
     """Root of every error of ours. `fields` names the things the message speaks of."""
 
-    reason: pb.ErrorReason = pb.INTERNAL
+    reason: pb.ErrorReason.ValueType = pb.INTERNAL
 
     def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

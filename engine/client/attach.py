@@ -1,0 +1,106 @@
+"""`attach`: from a checkpoint's name to bound tensors, in one round trip and one hand-over.
+
+Nothing is read, copied or converted: segments are mapped read-only and tensors are views. A write through one kills
+the writer; the daemon's weights cannot change.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from preload.engine.recipe import Recipe
+from preload.engine.timeline import Phase, Timeline, now_ns
+from preload.protos import weight_cache_pb2 as pb
+
+from .binding import bind
+from .channel import default_runtime_dir
+from .control import make_selector
+from .lease import Lease
+from .mapping import fetch_descriptors, map_segments
+
+
+@dataclass(eq=False)
+class Attachment:
+    """Resident weights mapped into this process, and the lease on them.
+
+    `tensors` is what `attach` was asked for: torch tensors, numpy arrays, or memoryviews. They stay valid as long as
+    they are referenced, also after `close`, which gives back the lease only."""
+
+    lease: Lease
+    manifest: pb.Manifest
+    tensors: Mapping[str, Any]
+    timings: list[Phase]
+    _segments: list[mmap.mmap]
+
+    @property
+    def generation_id(self) -> str:
+        return self.lease.attached.generation_id
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(len(segment) for segment in self._segments)
+
+    @cached_property
+    def layouts(self) -> dict[str, str]:
+        """Layout tag of every tensor by name."""
+        return {tensor.name: tensor.layout for tensor in self.manifest.tensors}
+
+    @cached_property
+    def resolved_recipe(self) -> dict[str, Any]:
+        """Model family, spec, quantization, compute dtype and layout version, as the loader resolved them."""
+        value: dict[str, Any] = json.loads(self.manifest.resolved_recipe)
+        return value
+
+    def close(self) -> None:
+        self.lease.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def attach(
+    checkpoint: str | Path | None = None,
+    *,
+    generation_id: str | None = None,
+    checkpoint_digest: str | None = None,
+    recipe: Recipe | None = None,
+    runtime_dir: str | None = None,
+    tensors: str = "torch",
+    client: str = "preload client",
+    timeout_s: float = 600.0,
+) -> Attachment:
+    """Maps a resident generation, named by checkpoint and recipe, by content digest and recipe, or by id.
+
+    `tensors` is "torch", "numpy" or "buffers"; only "torch" imports torch. `timeout_s` bounds the daemon's answer,
+    which is immediate unless files were touched and have to be hashed again.
+    Raises PreloadError: see engine/errors.py for which and why."""
+    runtime_dir = runtime_dir or default_runtime_dir()
+    timeline = Timeline()
+    selector = make_selector(
+        checkpoint, generation_id=generation_id, checkpoint_digest=checkpoint_digest, recipe=recipe
+    )
+    start_ns = now_ns()
+    lease = Lease(runtime_dir, pb.AttachOpen(selector=selector, pid=os.getpid(), client=client), timeout_s)
+    timeline.add("attach", start_ns)
+    try:
+        attached = lease.attached
+        with timeline.phase("map"):
+            fds = fetch_descriptors(attached.handover_socket, attached.ticket, timeout_s)
+            segments = map_segments(fds, attached.segments)
+        with timeline.phase("bind"):
+            manifest = pb.Manifest.FromString(attached.manifest)
+            bound = bind(manifest, segments, tensors)
+    except BaseException:
+        lease.close()
+        raise
+    return Attachment(lease, manifest, bound, timeline.phases, segments)

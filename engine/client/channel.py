@@ -1,0 +1,70 @@
+"""The gRPC channel to a daemon, and its refusals as typed errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from preload.engine.errors import DaemonError, DaemonUnreachableError, from_proto
+from preload.protos import weight_cache_pb2 as pb
+
+ERROR_TRAILER = "preload-error-bin"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 256 * 1024 * 1024),
+    ("grpc.max_send_message_length", 1024 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    # A daemon that is starting is asked again soon: gRPC's own back-off begins at a second.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Two channels of one process to the same socket must not share a broken connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def default_runtime_dir() -> str:
+    """/run/preload for root, the user's runtime folder otherwise: where a daemon serves unless told otherwise."""
+    if os.geteuid() == 0:
+        return "/run/preload"
+    return str(Path(os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")) / "preload")
+
+
+def open_channel(runtime_dir: str) -> grpc.Channel:
+    """A channel to the daemon of a runtime folder; connects on first use. Raises DaemonUnreachableError early."""
+    path = Path(runtime_dir).absolute() / "daemon.sock"
+    if not path.exists():
+        raise DaemonUnreachableError(f"no daemon serves in {runtime_dir}: start one with `preload daemon`")
+    return grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
+
+
+def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
+    """Raises the PreloadError that a failed rpc (a grpc.RpcError that is also its Call) stands for."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_TRAILER:
+            raise from_proto(pb.ErrorInfo.FromString(value)) from error
+    code, details = error.code(), error.details()
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        raise DaemonUnreachableError(f"the daemon in {runtime_dir} does not answer: {details}") from error
+    raise DaemonError(f"the daemon in {runtime_dir} answered {code.name}: {details}") from error
+
+
+@contextmanager
+def typed_errors(runtime_dir: str) -> Generator[None, None, None]:
+    """Turns RpcError of its body into PreloadError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise_typed(error, runtime_dir)
+
+
+def typed_stream(stream: Any, runtime_dir: str) -> Iterator[Any]:
+    """Items of a response stream; cancels the rpc when the caller stops early."""
+    try:
+        with typed_errors(runtime_dir):
+            yield from stream
+    finally:
+        stream.cancel()

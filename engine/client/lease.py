@@ -1,0 +1,183 @@
+"""A lease: the right to use a generation, as long as its stream is open.
+
+When the stream breaks because the daemon went away, the mappings stay valid and the holder goes on; a thread asks
+the daemon for a new lease on the same generation until one answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from preload.engine.errors import DaemonError, DaemonUnreachableError, PreloadError
+from preload.engine.timeline import Phase
+from preload.protos import weight_cache_pb2 as pb
+from preload.protos import weight_cache_pb2_grpc as pb_grpc
+
+from .channel import open_channel, raise_typed
+
+log = logging.getLogger(__name__)
+
+_RECLAIM_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True)
+class LeaseEvent:
+    """`kind` is "retiring", "superseded", "draining", "lost" (no daemon), "reclaimed", or "refused" (the daemon is
+    back and does not have the generation; `detail` says why). `detail` of "superseded" is the successor's id."""
+
+    kind: str
+    detail: str = ""
+
+
+class _Stream:
+    """One Attach rpc: requests go in through a queue, which ends it when closed."""
+
+    def __init__(self, runtime_dir: str, opening: pb.AttachOpen) -> None:
+        self._requests: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        self._requests.put(pb.AttachRequest(open=opening))
+        self._channel = open_channel(runtime_dir)
+        # The call object is an iterator and an rpc at once, which its type does not say.
+        self.responses: Any = pb_grpc.WeightCacheStub(self._channel).Attach(iter(self._requests.get, None))
+
+    def first(self) -> pb.Attached:
+        event: pb.AttachEvent = next(self.responses)
+        return event.attached
+
+    def send(self, request: pb.AttachRequest) -> None:
+        self._requests.put(request)
+
+    def close(self) -> None:
+        self._requests.put(None)
+        self.responses.cancel()
+        self._channel.close()
+
+
+class Lease:
+    """Holds an Attach stream open in the background, and reclaims it from the daemon's successor."""
+
+    def __init__(self, runtime_dir: str, opening: pb.AttachOpen, timeout_s: float) -> None:
+        self._runtime_dir = runtime_dir
+        self._opening = opening
+        self._closed = threading.Event()
+        self._events: queue.SimpleQueue[LeaseEvent | None] = queue.SimpleQueue()
+        self._listeners: list[Callable[[LeaseEvent], None]] = []
+        self._phases: list[Phase] = []
+        self._stream = _Stream(runtime_dir, opening)
+        self.attached = self._first(timeout_s)
+        self._reader = threading.Thread(target=self._read, name="preload-lease", daemon=True)
+        self._reader.start()
+
+    @property
+    def id(self) -> str:
+        return self.attached.lease_id
+
+    def events(self) -> Iterator[LeaseEvent]:
+        """Events as they come; ends when the lease is closed."""
+        return iter(self._events.get, None)
+
+    def on_event(self, listener: Callable[[LeaseEvent], None]) -> None:
+        """Calls `listener` from the lease's own thread for every later event."""
+        self._listeners.append(listener)
+
+    def report_phases(self, phases: Sequence[Phase]) -> None:
+        """Tells the daemon the phases of this process, for `preload status`."""
+        self._phases = list(phases)
+        self._stream.send(self._report())
+
+    def close(self) -> None:
+        """Gives the lease back. Mappings stay valid until they are closed themselves. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._stream.close()
+            self._reader.join()
+            self._events.put(None)
+
+    def _report(self) -> pb.AttachRequest:
+        phases = [pb.Phase(name=p.name, start_ns=p.start_ns, end_ns=p.end_ns) for p in self._phases]
+        return pb.AttachRequest(phases=pb.PhaseReport(phases=phases))
+
+    def _first(self, timeout_s: float) -> pb.Attached:
+        """The daemon's answer. A stream has no deadline of its own, so a timer ends one that stays silent."""
+        timer = threading.Timer(timeout_s, self._stream.responses.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._stream.first()
+        except grpc.RpcError as error:
+            self._stream.close()
+            if _code(error) is grpc.StatusCode.CANCELLED:
+                raise DaemonUnreachableError(
+                    f"the daemon in {self._runtime_dir} did not answer within {timeout_s:g} s"
+                ) from error
+            raise_typed(error, self._runtime_dir)
+        finally:
+            timer.cancel()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                for event in self._stream.responses:
+                    self._emit(_to_event(event))
+            except grpc.RpcError as error:
+                log.debug("lease stream ended: %s", error)
+            if self._closed.is_set():
+                return
+            self._emit(LeaseEvent("lost"))
+            if not self._reclaim():
+                return
+
+    def _reclaim(self) -> bool:
+        """Asks by generation id until a daemon answers. False if the lease is over."""
+        opening = pb.AttachOpen()
+        opening.CopyFrom(self._opening)
+        opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id))
+        while not self._closed.wait(_RECLAIM_INTERVAL_S):
+            try:
+                stream = _Stream(self._runtime_dir, opening)
+            except DaemonUnreachableError:
+                continue
+            try:
+                self.attached = stream.first()
+            except grpc.RpcError as error:
+                stream.close()
+                if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    continue
+                return self._refused(error)
+            self._stream = stream
+            stream.send(self._report())
+            self._emit(LeaseEvent("reclaimed", str(self.attached.epoch)))
+            return True
+        return False
+
+    def _refused(self, error: grpc.RpcError) -> bool:
+        try:
+            raise_typed(error, self._runtime_dir)
+        except PreloadError as refusal:
+            log.warning("the daemon is back without this generation: %s", refusal.message)
+            self._emit(LeaseEvent("refused", refusal.message))
+        return False
+
+    def _emit(self, event: LeaseEvent) -> None:
+        self._events.put(event)
+        for listener in self._listeners:
+            listener(event)
+
+
+def _to_event(message: pb.AttachEvent) -> LeaseEvent:
+    kind = message.WhichOneof("event")
+    if kind is None:
+        raise DaemonError("the daemon sent an event of an unknown kind")
+    return LeaseEvent(kind, message.superseded.generation_id if kind == "superseded" else "")
+
+
+def _code(error: Any) -> grpc.StatusCode:
+    """The status of a failed rpc: grpc.RpcError is its Call as well, which its type does not say."""
+    code: grpc.StatusCode = error.code()
+    return code

@@ -1,0 +1,61 @@
+"""Segments mapped into this process: each once, read-only, straight from its descriptor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+
+from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, from_proto
+from preload.protos import weight_cache_pb2 as pb
+
+_MAX_RESPONSE_BYTES = 64 * 1024
+_MAX_DESCRIPTORS = 253
+"""The kernel's SCM_MAX_FD."""
+
+
+def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> list[int]:
+    """Redeems a ticket for the descriptors of its shard, which the caller closes. Raises DaemonError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(handover_socket)
+            sock.send(pb.HandoverRequest(ticket=ticket).SerializeToString())
+            data, fds, _, _ = socket.recv_fds(sock, _MAX_RESPONSE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise DaemonUnreachableError(f"hand-over socket {handover_socket}: {error}") from error
+    answer = pb.HandoverResponse.FromString(data)
+    if answer.HasField("error"):
+        raise from_proto(answer.error)
+    if not data or answer.num_segments != len(fds):
+        _close_all(fds)
+        raise DaemonError(f"hand-over gave {len(fds)} descriptors for {answer.num_segments} segments")
+    return fds
+
+
+def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> list[mmap.mmap]:
+    """One read-only shared mapping per segment; takes the descriptors over and closes them.
+
+    Raises ManifestError if a descriptor is not the segment the daemon spoke of."""
+    try:
+        if len(fds) != len(segments):
+            raise ManifestError(f"{len(fds)} descriptors for {len(segments)} segments")
+        for fd, segment in zip(fds, segments, strict=True):
+            size = os.fstat(fd).st_size
+            if segment.backend != "host" or size != segment.size_bytes:
+                raise ManifestError(
+                    f"segment {segment.index} is {segment.backend!r} of {size:,} bytes; "
+                    f"'host' of {segment.size_bytes:,} was announced"
+                )
+        return [
+            mmap.mmap(fd, segment.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            for fd, segment in zip(fds, segments, strict=True)
+        ]
+    finally:
+        _close_all(fds)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
