@@ -1,0 +1,120 @@
+"""`FrontendConfig`: everything the frontend process can be told, each option declared once with its help text.
+
+Owns validation of the options among themselves; whether the checkpoint exists or the port is free is found out by
+whoever uses them. The command line derives its options from the fields' metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from preload.engine.errors import RequestError
+from preload.engine.recipe import Recipe, parse_overrides
+
+MAX_SEQUENCES_PER_REQUEST = 128
+"""Prompts times `n` of one HTTP request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """Options of `preload serve`. Raises RequestError on an impossible combination."""
+
+    checkpoint: str = field(
+        metadata={"help": "checkpoint to serve: a GGUF file or a folder of safetensors", "positional": True}
+    )
+    runtime_dir: str = field(
+        default="", metadata={"help": "folder of the daemon's sockets (empty: the user's default)"}
+    )
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8000, metadata={"help": "port to listen on (0: any free one, printed)"})
+    served_model_name: str = field(
+        default="", metadata={"help": "name of the model in the API (empty: the checkpoint's file name)"}
+    )
+
+    model: str = field(
+        default="auto", metadata={"help": "model family, such as llama (auto: from the configuration)"}
+    )
+    quantization: str = field(
+        default="keep", metadata={"help": "keep, bf16, f32, int8_per_channel or int4_group32"}
+    )
+    compute_dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
+    config_overrides: str = field(
+        default="", metadata={"help": "JSON object that replaces keys of the model's configuration"}
+    )
+
+    max_num_seqs: int = field(default=64, metadata={"help": "sequences the core decodes at once"})
+    token_budget: int = field(default=512, metadata={"help": "tokens per step, prefill and decode together"})
+    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
+    kv_cache_bytes: int = field(default=0, metadata={"help": "bytes for the KV cache (0: chosen by the core)"})
+    max_model_len: int = field(
+        default=0, metadata={"help": "longest prompt and answer together, in tokens (0: the model's)"}
+    )
+    num_threads: int = field(default=0, metadata={"help": "threads of the core (0: one per CPU)"})
+
+    tokenizer: str = field(
+        default="",
+        metadata={"help": "tokenizer.json, a folder with one, or a GGUF file (empty: the checkpoint's own)"},
+    )
+    chat_template: str = field(
+        default="", metadata={"help": "file with a jinja chat template (empty: the checkpoint's own)"}
+    )
+    api_key_file: str = field(
+        default="", metadata={"help": "file of API keys, one a line, not readable by others (empty: no keys)"}
+    )
+
+    max_body_bytes: int = field(default=4 << 20, metadata={"help": "largest request body in bytes"})
+    max_prompt_tokens: int = field(
+        default=0, metadata={"help": "longest prompt in tokens (0: the model's length)"}
+    )
+    max_concurrent_requests: int = field(
+        default=256, metadata={"help": "sequences in flight; more wait in the queue"}
+    )
+    max_queued_requests: int = field(
+        default=1024, metadata={"help": "sequences that may wait; more are answered 503"}
+    )
+    request_timeout_s: float = field(
+        default=600.0, metadata={"help": "seconds a request may take, waiting included (0: no limit)"}
+    )
+    drain_timeout_s: float = field(
+        default=30.0, metadata={"help": "seconds that requests in flight may take to finish on SIGTERM"}
+    )
+    core_ready_timeout_s: float = field(
+        default=300.0, metadata={"help": "seconds a core may take to become ready before it is replaced"}
+    )
+    access_log: bool = field(default=False, metadata={"help": "log a line per request"})
+
+    def __post_init__(self) -> None:
+        self.recipe()
+        positive = ("max_num_seqs", "token_budget", "block_size", "max_body_bytes", "max_concurrent_requests")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}")
+        at_least_0 = (
+            "kv_cache_bytes", "max_model_len", "num_threads", "max_prompt_tokens", "max_queued_requests",
+            "request_timeout_s", "drain_timeout_s",
+        )  # fmt: skip
+        for name in at_least_0:
+            if not getattr(self, name) >= 0:
+                raise RequestError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if not self.core_ready_timeout_s > 0:
+            raise RequestError(f"core_ready_timeout_s must be positive, not {self.core_ready_timeout_s}")
+        if not 0 <= self.port <= 65535:
+            raise RequestError(f"port must be between 0 and 65535, not {self.port}")
+
+    def recipe(self) -> Recipe:
+        """The recipe these options name. Raises RequestError on an impossible one."""
+        return Recipe(
+            model=self.model,
+            quantization=self.quantization,
+            compute_dtype=self.compute_dtype,
+            config_overrides=parse_overrides(self.config_overrides),
+        )
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.checkpoint)
+        return path.stem if path.suffix in (".gguf", ".safetensors") else path.name or str(path)

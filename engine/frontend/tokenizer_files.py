@@ -1,0 +1,45 @@
+"""Finding a checkpoint's tokenizer: a GGUF file carries its own, a folder has tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .errors import StartError
+from .tokenizer import Tokenizer
+
+
+def load_tokenizer(checkpoint: str, override: str = "") -> Tokenizer:
+    """The tokenizer of `override` if there is one, else of `checkpoint`. Raises StartError naming the file."""
+    path = Path(override or checkpoint)
+    if not path.exists():
+        what = "the tokenizer" if override else "the checkpoint"
+        raise StartError(f"{what} {path} does not exist")
+    gguf = _gguf_file(path)
+    if gguf is not None:
+        return _load_gguf(gguf)
+    from .hf_tokenizer import hf_tokenizer
+
+    if path.is_dir():
+        return hf_tokenizer(path / "tokenizer.json")
+    return hf_tokenizer(path if path.suffix == ".json" else path.with_name("tokenizer.json"))
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if path.suffix == ".gguf":
+        return path
+    if path.is_dir() and not (path / "tokenizer.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+    return None
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    from .gguf_tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(_metadata(path), path=str(path))
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    raise NotImplementedError
