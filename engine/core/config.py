@@ -1,0 +1,88 @@
+"""`CoreConfig`: everything an engine core is told, each field declared once with its help text.
+
+The frontend starts `python -m preload.engine.core --config-json '<json>'`; this module is what both sides share,
+so it imports neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from preload.engine.errors import RequestError
+from preload.engine.recipe import Recipe
+
+DEFAULT_MAX_MODEL_LEN = 8192
+"""What `max_model_len=0` means for a model that allows more: longer sequences are asked for explicitly, because
+the KV cache has to hold at least one of full length."""
+
+
+def _help(text: str, default: Any) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """Settings of one engine core. Raises RequestError on impossible ones."""
+
+    runtime_dir: str = _help("folder of the daemon's sockets", "")
+    checkpoint: str = _help("path of the checkpoint whose generation to attach to", "")
+    generation_id: str = _help("id of the generation to attach to, instead of a path", "")
+    model: str = _help("recipe: model family, or auto", "auto")
+    quantization: str = _help("recipe: resident form of the weights", "keep")
+    compute_dtype: str = _help("recipe: dtype of activations and KV cache", "float32")
+    config_overrides: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "recipe: keys of the model configuration to replace"}
+    )
+    socket_path: str = _help("Unix socket to serve on", "")
+    max_num_seqs: int = _help("requests that run at once", 64)
+    token_budget: int = _help("tokens computed in one step, prefill and decode together", 512)
+    block_size: int = _help("tokens per KV block", 16)
+    kv_cache_bytes: int = _help("memory of the KV cache; 0 = a tenth of what is available", 0)
+    max_model_len: int = _help(
+        f"longest sequence, prompt and output; 0 = the model's, at most {DEFAULT_MAX_MODEL_LEN}", 0
+    )
+    num_threads: int = _help("threads of tensor operations; 0 = the CPUs this process may use", 0)
+    attach_timeout_s: float = _help("seconds to wait for the daemon and its answer", 60.0)
+    spawned_at_ns: int = _help("CLOCK_MONOTONIC when the parent spawned this process; 0 = not known", 0)
+    parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "token_budget", "block_size"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("kv_cache_bytes", "max_model_len", "num_threads", "spawned_at_ns", "parent_pid"):
+            if getattr(self, name) < 0:
+                raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.token_budget < self.max_num_seqs:
+            raise RequestError(
+                f"token_budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}: "
+                "every running request needs one token of a step; raise the one or lower the other"
+            )
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            model=self.model,
+            quantization=self.quantization,
+            compute_dtype=self.compute_dtype,
+            config_overrides=self.config_overrides,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> CoreConfig:
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise RequestError(f"the core's configuration is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise RequestError(f"the core's configuration is a {type(value).__name__}, not an object")
+        unknown = sorted(set(value) - {f.name for f in fields(CoreConfig)})
+        if unknown:
+            raise RequestError(f"unknown settings of the core: {', '.join(unknown)}")
+        return CoreConfig(**value)

@@ -1,0 +1,162 @@
+"""The engine core: continuous batching of requests on one decoder.
+
+`step()` reads top to bottom. The core owns a request from `add_request` until an output carries its finish
+reason. A bad request ends with an error output and harms no other; a broken invariant raises, and the process
+ends. Not thread-safe: one loop calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from preload.engine.errors import RequestError
+from preload.engine.models.decoder import Decoder
+
+from .batch import PersistentBatch
+from .kv_cache import BlockPool, KVCache
+from .request import FinishReason, Request, RequestOutput
+from .runner import Runner
+from .sampler import SampledToken, Sampler
+from .scheduler import Schedule, Scheduler
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What the core has done since it started."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class EngineCore:
+    """Scheduler, KV cache, runner and sampler around one decoder."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        token_budget: int = 512,
+        max_model_len: int,
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.counters = Counters()
+        self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks, block_size),
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            max_model_len=max_model_len,
+        )
+        batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self.runner = Runner(decoder, self.cache, batch)
+        self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size)
+        self._vocab_size = decoder.spec.vocab_size
+        self._requests: dict[str, Request] = {}
+        self._outputs: list[RequestOutput] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or return anything."""
+        return bool(self._outputs) or self.scheduler.has_requests
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """One pass: at most token_budget tokens computed, one token sampled per request that is ready for one."""
+        outputs, self._outputs = self._outputs, []
+        plan = self.scheduler.schedule()
+        for request in plan.started:
+            self.sampler.add(request.row, request)
+        if plan.scheduled:
+            inputs = self.runner.prepare(plan)
+            logits = self.runner.forward(inputs)
+            sampled = self.sampler.sample(logits, inputs.sampling)
+            outputs += self._commit(plan, inputs.sampling, sampled)
+        return outputs
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request. One that cannot run ends with an error output at the next step, and no exception."""
+        try:
+            self._refuse_duplicate(request)
+            request.validate(self._vocab_size, self.max_model_len)
+            reason = request.finish_reason(self.max_model_len) if request.output_ids else FinishReason.NONE
+            if reason is FinishReason.NONE:
+                self.scheduler.add(request)
+        except RequestError as error:
+            self._end(request.request_id, FinishReason.ERROR, error.message)
+            return
+        if reason is not FinishReason.NONE:  # the core before this one had sampled its last token
+            self._end(request.request_id, reason)
+            return
+        self.counters.num_prompt_tokens += len(request.prompt_ids)
+        self._requests[request.request_id] = request
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request with FinishReason.ABORT. One that is not here has ended already: nothing happens."""
+        if request_id in self._requests:
+            self._finish(self._requests[request_id])
+            self._end(request_id, FinishReason.ABORT)
+
+    def drop_all(self) -> None:
+        """Forgets every request without an output: nobody is left to read one."""
+        for request in list(self._requests.values()):
+            self._finish(request)
+        self._outputs = []
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int) -> None:
+        """Runs one step on random ids; no request's state is touched."""
+        self.runner.warm_up(num_tokens)
+
+    def _commit(
+        self, plan: Schedule, sampling: Sequence[Request], sampled: Sequence[SampledToken]
+    ) -> list[RequestOutput]:
+        """Counts what was computed, appends what was sampled, ends what is finished."""
+        self.counters.num_steps += 1
+        for item in plan.scheduled:
+            item.request.num_computed_tokens += item.num_new_tokens
+            self.runner.batch.set_computed(item.request.row, item.request.num_computed_tokens)
+        return [self._commit_token(r, token) for r, token in zip(sampling, sampled, strict=True)]
+
+    def _commit_token(self, request: Request, sampled: SampledToken) -> RequestOutput:
+        if sampled.error:
+            self._finish(request)
+            return RequestOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=sampled.error)
+        request.output_ids.append(sampled.token_id)
+        self.counters.num_output_tokens += 1
+        reason = request.finish_reason(self.max_model_len)
+        if reason is FinishReason.NONE:
+            self.runner.batch.append_token(request.row, request.num_tokens - 1, sampled.token_id)
+        else:
+            self._finish(request)
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[sampled.token_id],
+            logprobs=[sampled.logprobs] if sampled.logprobs else [],
+            finish_reason=reason,
+        )
+
+    def _refuse_duplicate(self, request: Request) -> None:
+        """Two requests of one id cannot be told apart by their outputs: both end."""
+        if request.request_id in self._requests:
+            self._finish(self._requests[request.request_id])
+            raise RequestError(f"request id {request.request_id!r} is in use; both requests end")
+
+    def _finish(self, request: Request) -> None:
+        """Takes a request out of every table, without an output."""
+        self.scheduler.finish(request)
+        del self._requests[request.request_id]
+
+    def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        self._outputs.append(RequestOutput(request_id=request_id, finish_reason=reason, error=error))

@@ -1,0 +1,159 @@
+"""Requests, their sampling parameters and their outputs, as the core sees them.
+
+Owns validation: a request that gets past `validate` cannot break a step. Knows no protobuf (see wire.py) and no
+tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from preload.engine.errors import RequestError
+
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; values of engine_core.proto's enum."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Meanings and defaults: engine_core.proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    max_tokens: int = 1
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises RequestError naming the parameter, its value and its bounds."""
+        for name, low, high in _BOUNDS:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+        if self.top_p <= 0 or self.repetition_penalty <= 0:
+            raise RequestError("top_p and repetition_penalty must be greater than 0")
+        _check_size("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_ids("logit_bias", self.logit_bias, vocab_size)
+        _check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise RequestError(f"logit_bias of token {token} is {bias}; it must be finite")
+
+
+_BOUNDS = (
+    ("temperature", 0.0, 1e6),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("max_tokens", 1, math.inf),
+    ("num_top_logprobs", 0, MAX_TOP_LOGPROBS),
+)
+
+
+def _check_size(name: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise RequestError(f"{name} has {size} entries; at most {limit} are allowed")
+
+
+def _check_ids(name: str, ids: object, vocab_size: int) -> None:
+    largest = max(ids, default=0)  # type: ignore[call-overload]
+    if largest >= vocab_size:
+        raise RequestError(f"{name} has the token id {largest}; the vocabulary ends at {vocab_size - 1}")
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One request and how far it got. The scheduler owns its blocks and its row."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    output_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    arrival: int = 0
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    row: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Requests run in this order, and are preempted in its reverse."""
+        return self.priority, self.arrival
+
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    def validate(self, vocab_size: int, max_model_len: int) -> None:
+        """Raises RequestError if the request can never run."""
+        if not self.prompt_ids:
+            raise RequestError("the prompt has no tokens")
+        _check_ids("the prompt", self.prompt_ids, vocab_size)
+        _check_ids("output_ids", self.output_ids, vocab_size)
+        if len(self.prompt_ids) >= max_model_len:
+            raise RequestError(
+                f"the prompt has {len(self.prompt_ids)} tokens; with one token of output the model's length "
+                f"of {max_model_len} allows {max_model_len - 1}"
+            )
+        self.sampling.validate(vocab_size)
+
+    def finish_reason(self, max_model_len: int) -> FinishReason:
+        """Whether the tokens so far end the request. Stop ids before `min_tokens` cannot have been sampled."""
+        params, num_output = self.sampling, len(self.output_ids)
+        if num_output > params.min_tokens and self.output_ids[-1] in params.stop_token_ids:
+            return FinishReason.STOP
+        if num_output >= params.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return FinishReason.NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms over the vocabulary, after bias and penalties, before temperature and truncation."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """What one step did for one request."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+    error: str = ""

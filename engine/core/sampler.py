@@ -1,0 +1,166 @@
+"""Sampler: from logits to one token per row.
+
+Order: bias → penalties → bar on stop ids (logits.py) → log-probabilities → temperature → min-p → top-k → top-p →
+Gumbel-max. Owns the sampling parameters of every request row; keeps no random state (noise.py), so a row's token
+depends on its logits, its parameters, its seed and its position, never on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .logits import LogitsProcessor
+from .noise import gumbel_noise, hash_tokens, seed_to_int64
+from .request import Request, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are taken as 0: dividing by them would leave nothing but the largest logit anyway."""
+
+MAX_CANDIDATES = 1024
+"""Truncation looks at this many of the largest logits first, and sorts the row only if they do not decide."""
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One row's result. `error` is set, and the token meaningless, if its logits allow no choice."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str = ""
+
+
+class Sampler:
+    """Sampling parameters by request row, and the choice of tokens."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._processor = LogitsProcessor(max_num_seqs, vocab_size)
+        self._token_hashes = hash_tokens(vocab_size)
+        self._temperature = torch.zeros(max_num_seqs)
+        self._min_p = torch.zeros(max_num_seqs)
+        self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._top_p = torch.ones(max_num_seqs)
+        self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._num_logprobs = [-1] * max_num_seqs  # −1: none asked for
+
+    def add(self, row: int, request: Request) -> None:
+        """A request takes a row and overwrites all of its last owner's state. Its parameters are valid."""
+        params = request.sampling
+        self._temperature[row] = params.temperature if params.temperature >= GREEDY_BELOW else 0.0
+        self._min_p[row] = params.min_p
+        self._top_k[row] = params.top_k
+        self._top_p[row] = params.top_p
+        self._seeds[row] = seed_to_int64(params.seed)
+        self._num_logprobs[row] = params.num_top_logprobs if params.logprobs else -1
+        self._processor.add(row, request)
+
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+        """One token per request, at position `request.num_tokens`. Changes `logits`: float32[num_rows, vocab_size]."""
+        if not requests:
+            return []
+        rows = [request.row for request in requests]
+        positions = [request.num_tokens for request in requests]
+        index_of = {row: i for i, row in enumerate(rows)}
+        self._processor.apply(logits, index_of, dict(zip(rows, positions, strict=True)))
+        finite = logits.amax(dim=-1).isfinite().tolist()
+        tokens = self._choose(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
+        logprobs = self._logprobs(logits, rows, tokens)
+        sampled = []
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if finite[i]:
+                self._processor.record(row, token)
+                sampled.append(SampledToken(token, logprobs.get(i)))
+            else:
+                sampled.append(SampledToken(token, error=_NOT_FINITE))
+        return sampled
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """int64[num_rows]; leaves the logits as they are."""
+        tokens = logits.argmax(dim=-1)
+        temperature = self._temperature[rows]
+        drawn = temperature.nonzero().flatten()
+        if len(drawn):
+            rows = rows[drawn]
+            x = logits[drawn]
+            x = (x - x.amax(dim=-1, keepdim=True)) / temperature[drawn, None]
+            truncate(x, self._min_p[rows], self._top_k[rows], self._top_p[rows])
+            x += gumbel_noise(self._seeds[rows], positions[drawn], self._token_hashes)
+            tokens[drawn] = x.argmax(dim=-1)
+        return tokens
+
+    def _logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """By logit row, for those that asked. Only the chosen and the largest logits are normalized."""
+        asking = [i for i, row in enumerate(rows) if self._num_logprobs[row] >= 0]
+        if not asking:
+            return {}
+        x = logits[asking]
+        total = x.logsumexp(dim=-1, keepdim=True)
+        chosen = x.gather(1, torch.tensor([[tokens[i]] for i in asking])) - total
+        most = min(max(self._num_logprobs[rows[i]] for i in asking), x.shape[1])
+        top = x.topk(most, dim=-1)
+        top_logprobs = (top.values - total).tolist()
+        result = {}
+        for j, i in enumerate(asking):
+            count = self._num_logprobs[rows[i]]
+            result[i] = TokenLogprobs(
+                logprob=float(chosen[j]),
+                top_ids=top.indices[j, :count].tolist(),
+                top_logprobs=top_logprobs[j][:count],
+            )
+        return result
+
+
+_NOT_FINITE = (
+    "the logits have no finite maximum after bias and penalties: the parameters bar every token or overflow, "
+    "or the weights are broken"
+)
+
+
+def truncate(x: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Min-p, then top-k, then top-p: sets what they exclude to −inf, in place.
+
+    x: float32[num_rows, vocab_size], scaled by temperature, with a maximum of 0 in each row. min_p: float32,
+    0 = off; top_k: int64, 0 = off; top_p: float32, 1 = off; each [num_rows]. Each works on what the one before
+    left, renormalized. Logits equal to the last one kept are kept too, so the result does not depend on the
+    order of equal ones. Sources: arXiv 2407.01082 (min-p), 1805.04833 (top-k), 1904.09751 (top-p).
+    """
+    if bool((min_p > 0).any()):
+        x.masked_fill_(x < min_p.log()[:, None], -math.inf)
+    needing = ((top_k > 0) | (top_p < 1)).nonzero().flatten()
+    if len(needing):
+        part = x[needing]
+        floor = _truncation_floor(part, top_k[needing], top_p[needing])
+        x[needing] = part.masked_fill_(part < floor[:, None], -math.inf)
+
+
+def _truncation_floor(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit kept: float32[num_rows]. Decided among the largest; whole rows only where need be."""
+    vocab_size = x.shape[1]
+    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
+    width = min(vocab_size, MAX_CANDIDATES)
+    floor, decided = _floor_among(x.topk(width, dim=-1).values, x, top_k, top_p)
+    rest = (~decided).nonzero().flatten()
+    if len(rest):
+        ordered = x[rest].sort(dim=-1, descending=True).values
+        floor[rest] = _floor_among(ordered, x[rest], top_k[rest], top_p[rest])[0]
+    return floor
+
+
+def _floor_among(largest: Tensor, x: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The floor given the largest logits of each row in order, and whether they were enough to know it."""
+    width = largest.shape[1]
+    within = top_k <= width
+    kth = largest.gather(1, (top_k.clamp(max=width) - 1)[:, None])
+    kth = torch.where(within[:, None], kth, -math.inf)
+    total = torch.where(x >= kth, x, -math.inf).exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    mass = torch.where(largest >= kth, largest, -math.inf).double().exp() / total
+    kept = (mass.cumsum(dim=-1) - mass < top_p[:, None]).sum(dim=-1).clamp(min=1)
+    nucleus = largest.gather(1, (kept - 1)[:, None])
+    floor = torch.where(top_p[:, None] < 1, torch.maximum(kth, nucleus), kth)
+    has_top_p = top_p < 1
+    decided = torch.where(has_top_p, (kept < width) & within, within)
+    return floor.flatten(), decided
