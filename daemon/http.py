@@ -54,6 +54,15 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, lifespan="off", workers=1)
         )
 
+    @property
+    def address(self) -> str:
+        """host:port it listens on, also when the port was left to the kernel; "" before it listens."""
+        for server in getattr(self, "servers", ()):
+            for sock in server.sockets:
+                host, port = sock.getsockname()[:2]
+                return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return ""
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield

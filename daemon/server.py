@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 from contextlib import aclosing, suppress
-from importlib.metadata import version
 from pathlib import Path
 
 import grpc.aio
@@ -63,12 +62,12 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> None:
     handover_path = str(runtime_dir / "segments.sock")
     handover = Handover(handover_path, cache.leases, frozenset({os.geteuid(), *config.allow_uids}))
     health = HealthServicer()
+    http = HttpServer(make_app(cache, metrics), config.http_host, config.http_port)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS)
-    service = WeightCacheService(cache, metrics, handover_path, version("preload-llm"))
+    service = WeightCacheService(cache, metrics, http, handover_path)
     weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     server.add_insecure_port(f"unix:{runtime_dir / 'daemon.sock'}")
-    http = HttpServer(make_app(cache, metrics), config.http_host, config.http_port)
 
     await server.start()
     background = [asyncio.create_task(handover.serve()), asyncio.create_task(_serve_http(http, stop))]

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ from . import wire
 from .cache import Selector, WeightCache, require_device
 from .errors import BadRequestError, CacheError
 from .generations import Generation, Progress
+from .http import HttpServer
 from .leases import Lease
 from .metrics import Metrics
 
@@ -29,11 +31,11 @@ _OPEN_DEADLINE_S = 10.0
 class WeightCacheService(pb_grpc.WeightCacheServicer):
     """Contract: see protos/weight_cache.proto. `handover_socket` is told to lease holders."""
 
-    def __init__(self, cache: WeightCache, metrics: Metrics, handover_socket: str, version: str) -> None:
+    def __init__(self, cache: WeightCache, metrics: Metrics, http: HttpServer, handover_socket: str) -> None:
         self._cache = cache
         self._metrics = metrics
         self._handover_socket = handover_socket
-        self._version = version
+        self._http = http
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> AsyncIterator[pb.LoadEvent]:  # noqa: N802
         source = wire.source(request.checkpoint_path, request.recipe, request.rank)
@@ -91,9 +93,10 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
             ],
             epoch=self._cache.epoch,
             pid=os.getpid(),
-            version=self._version,
+            version=version("preload-llm"),
             uptime_ms=int((time.monotonic() - self._cache.started_s) * 1000),
             missing_models=self._cache.missing_models(),
+            http_address=self._http.address,
         )
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:  # noqa: N802

@@ -941,10 +941,13 @@ class ListResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     MISSING_MODELS_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     pid: _builtins.int
     version: _builtins.str
     uptime_ms: _builtins.int
+    http_address: _builtins.str
+    """host:port of /health, /ready and /metrics"""
     @_builtins.property
     def generations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Generation]: ...
     @_builtins.property
@@ -963,10 +966,11 @@ class ListResponse(_message.Message):
         version: _builtins.str = ...,
         uptime_ms: _builtins.int = ...,
         missing_models: _abc.Iterable[_builtins.str] | None = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "epoch", b"epoch", "generations", b"generations", "missing_models", b"missing_models", "pid", b"pid", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "epoch", b"epoch", "generations", b"generations", "http_address", b"http_address", "missing_models", b"missing_models", "pid", b"pid", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

