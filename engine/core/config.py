@@ -45,7 +45,7 @@ class CoreConfig:
         f"longest sequence, prompt and output; 0 = the model's, at most {DEFAULT_MAX_MODEL_LEN}", 0
     )
     num_threads: int = _help("threads of tensor operations; 0 = the CPUs this process may use", 0)
-    attach_timeout_s: float = _help("seconds to wait for the daemon and its answer", 60.0)
+    attach_timeout_s: float = _help("seconds the daemon may take to answer, re-hashing of files included", 600.0)
     spawned_at_ns: int = _help("CLOCK_MONOTONIC when the parent spawned this process; 0 = not known", 0)
     parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
 

@@ -29,7 +29,7 @@ class LogitsProcessor:
     def add(self, row: int, request: Request) -> None:
         """A request takes a row and overwrites all of its last owner's state."""
         for table in (self._bias, self._barred, self._penalties):
-            table.pop(row, None)  # type: ignore[attr-defined]
+            table.pop(row, None)
         params = request.sampling
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))

@@ -9,9 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from preload.engine.errors import CoreError
+from preload.engine.models.spec import ModelSpec
+
+from .config import DEFAULT_MAX_MODEL_LEN
 
 KV_SHARE = 0.1
 """Part of the available memory that a KV cache takes when it is not told its size."""
+
+
+def resolve_max_model_len(asked: int, spec: ModelSpec) -> int:
+    """The longest sequence, in tokens. 0 asks for the model's own, at most DEFAULT_MAX_MODEL_LEN.
+
+    Raises CoreError if more is asked for than the model was made for; dynamic rope scaling has no such end.
+    """
+    if not asked:
+        return min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    if asked > spec.max_position_embeddings and spec.rope.scaling != "dynamic":
+        raise CoreError(
+            f"max_model_len {asked} is more than the model's {spec.max_position_embeddings} positions; lower it, "
+            "or load the checkpoint with a rope scaling that extends them"
+        )
+    return asked
 
 
 def num_kv_blocks(

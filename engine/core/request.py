@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; values of engine_core.proto's enum."""
+    """Why a request ended."""
 
     NONE = 0
     STOP = 1

@@ -59,7 +59,10 @@ class Sampler:
         self._processor.add(row, request)
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """One token per request, at position `request.num_tokens`. Changes `logits`: float32[num_rows, vocab_size]."""
+        """One token per request, at position `request.num_tokens`.
+
+        logits: float32[num_rows, vocab_size], changed by bias, penalties and bars.
+        """
         if not requests:
             return []
         rows = [request.row for request in requests]

@@ -8,6 +8,14 @@ from preload.protos import engine_core_pb2 as pb
 
 from .request import FinishReason, Request, RequestOutput, SamplingParams
 
+_FINISH_REASONS = {
+    FinishReason.NONE: pb.FINISH_REASON_NONE,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+
 
 def request_from_proto(message: pb.AddRequest) -> Request:
     return Request(
@@ -47,13 +55,10 @@ def output_to_proto(output: RequestOutput) -> pb.RequestOutput:
             pb.TokenLogprobs(logprob=t.logprob, top_ids=t.top_ids, top_logprobs=t.top_logprobs)
             for t in output.logprobs
         ],
-        finish_reason=pb.FinishReason.Name(output.finish_reason),
+        finish_reason=_FINISH_REASONS[output.finish_reason],
         error=output.error,
     )
 
 
 def step_to_proto(outputs: Sequence[RequestOutput]) -> pb.StepOutput:
     return pb.StepOutput(outputs=[output_to_proto(output) for output in outputs])
-
-
-__all__ = ["FinishReason", "output_to_proto", "request_from_proto", "sampling_from_proto", "step_to_proto"]

@@ -107,7 +107,7 @@ def _decode(
 
 
 def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
-    """The last tokens of one sequence of `seq_len`: dtype[num_query, num_heads, head_dim]. blocks: int32[max_blocks]."""
+    """The last num_query tokens of one sequence: dtype[num_query, num_heads, head_dim]. blocks: int32[max_blocks]."""
     num_query, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     blocks = blocks[: -(-seq_len // key_cache.shape[1])]
@@ -120,10 +120,11 @@ def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: Tens
         part = query[start : start + piece]
         length = part.shape[0]
         grouped = part.view(length, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = (torch.matmul(grouped, keys).float() / math.sqrt(head_dim)).unflatten(1, (-1, length))
+        scores = torch.matmul(grouped, keys).float() / math.sqrt(head_dim)
+        scores = scores.view(num_kv_heads, -1, length, seq_len)
         rows = torch.arange(start, start + length, device=query.device) + (seq_len - num_query)
         scores.masked_fill_(columns > rows[:, None], -math.inf)
         weights = torch.softmax(scores, dim=-1).to(query.dtype).flatten(1, 2)
-        mixed = torch.matmul(weights, values).unflatten(1, (-1, length))  # [kv_heads, group, length, head_dim]
+        mixed = torch.matmul(weights, values).view(num_kv_heads, -1, length, head_dim)
         out[start : start + piece] = mixed.permute(2, 0, 1, 3).reshape(length, num_heads, head_dim)
     return out

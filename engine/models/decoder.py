@@ -110,7 +110,7 @@ class Attention:
         return self.o(paged_attention(query, *cache, batch).flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(x.shape[0], -1, self.head_dim)
 
 
 class FeedForward:

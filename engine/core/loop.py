@@ -1,0 +1,157 @@
+"""The step loop: feeds the core from an inbox, and its stream from the core.
+
+Owns the core: the gRPC threads only put into the inbox and take from the stream's queue. Idle, it blocks on the
+inbox. It ends when it is told to drain and has nothing left, or the drain's deadline has passed.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from preload.engine.timeline import Timeline, now_ns
+from preload.protos import engine_core_pb2 as pb
+
+from .core import EngineCore
+from .request import FinishReason, RequestOutput
+from .wire import request_from_proto, step_to_proto
+
+
+class OutputStream:
+    """The outgoing half of one Generate stream."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[pb.StepOutput | None] = queue.SimpleQueue()
+
+    def send(self, outputs: list[RequestOutput]) -> None:
+        self._steps.put(step_to_proto(outputs))
+
+    def end(self) -> None:
+        self._steps.put(None)
+
+    def __iter__(self) -> Iterator[pb.StepOutput]:
+        return iter(self._steps.get, None)
+
+
+@dataclass(frozen=True)
+class StreamOpened:
+    stream: OutputStream
+
+
+@dataclass(frozen=True)
+class RequestArrived:
+    message: pb.CoreRequest
+    at_ns: int = field(default_factory=now_ns)
+
+
+@dataclass(frozen=True)
+class RequestsEnded:
+    """The client sends no more; its stream ends when what it sent is finished."""
+
+
+@dataclass(frozen=True)
+class StreamClosed:
+    """Nobody reads any more."""
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    deadline_ns: int
+
+
+Event = StreamOpened | RequestArrived | RequestsEnded | StreamClosed | DrainAsked
+
+
+class StepLoop:
+    """Runs in the main thread. `on_first_token` is called once, after the phase "first_token" is recorded."""
+
+    def __init__(
+        self, core: EngineCore, timeline: Timeline, on_first_token: Callable[[], None] = lambda: None
+    ) -> None:
+        self.core = core
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._timeline = timeline
+        self._on_first_token = on_first_token
+        self._first_token_pending = True
+        self._first_arrival: tuple[str, int] | None = None
+        self._stream: OutputStream | None = None
+        self._requests_ended = False
+        self._drain_deadline_ns: int | None = None
+
+    def run(self) -> None:
+        """Steps until drained. The stream, if one is open, is ended."""
+        while True:
+            self._take_inbox()
+            if self._drained():
+                break
+            outputs = self.core.step() if self.core.has_work else []
+            if outputs and self._stream is not None:
+                self._stream.send(outputs)
+            if self._first_token_pending:
+                self._note_first_token(outputs)
+            self._end_finished_stream()
+        if self._stream is not None:
+            self._stream.end()
+
+    def _take_inbox(self) -> None:
+        """Handles what has arrived; waits for something if there is nothing else to do."""
+        if not self.core.has_work and self._drain_deadline_ns is None:
+            self._handle(self.inbox.get())
+        while not self.inbox.empty():
+            self._handle(self.inbox.get())
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case StreamOpened(stream):
+                self._stream, self._requests_ended = stream, False
+            case RequestArrived(message, at_ns):
+                self._handle_request(message, at_ns)
+            case RequestsEnded():
+                self._requests_ended = True
+                self._end_finished_stream()
+            case StreamClosed():
+                self.core.drop_all()
+                self._stream, self._first_arrival = None, None
+            case DrainAsked(deadline_ns):
+                self._drain_deadline_ns = deadline_ns
+
+    def _handle_request(self, message: pb.CoreRequest, at_ns: int) -> None:
+        if message.HasField("abort"):
+            self.core.abort_request(message.abort.request_id)
+        elif message.HasField("add"):
+            if self._drain_deadline_ns is not None:
+                self._refuse(message.add.request_id, "the engine core is draining; send it to another")
+                return
+            if self._first_token_pending and self._first_arrival is None:
+                self._first_arrival = message.add.request_id, at_ns
+            self.core.add_request(request_from_proto(message.add))
+
+    def _refuse(self, request_id: str, error: str) -> None:
+        if self._stream is not None:
+            output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+            self._stream.send([output])
+
+    def _drained(self) -> bool:
+        if self._drain_deadline_ns is None:
+            return False
+        return not self.core.has_work or now_ns() >= self._drain_deadline_ns
+
+    def _end_finished_stream(self) -> None:
+        if self._requests_ended and not self.core.has_work and self._stream is not None:
+            self._stream.end()
+            self._stream = None
+
+    def _note_first_token(self, outputs: list[RequestOutput]) -> None:
+        """Records the time from the first request's arrival to its first token."""
+        if self._first_arrival is None:
+            return
+        request_id, at_ns = self._first_arrival
+        for output in outputs:
+            if output.request_id == request_id:
+                if output.token_ids:
+                    self._timeline.add("first_token", at_ns)
+                    self._first_token_pending = False
+                    self._on_first_token()
+                self._first_arrival = None
+                return

@@ -1,0 +1,162 @@
+"""The life of a core process: attach, build, warm up, serve, drain.
+
+Owns the order of the phases and what is reported of them, and the ties to other processes: it dies with its
+parent, and a daemon that goes away does not disturb it (its lease reclaims itself). Exit codes: 0 drained,
+1 a broken invariant (with a traceback), 2 wrong configuration, 3 the weights cannot be attached or served.
+Heavy imports happen inside, after the phase "exec" is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from preload.engine.errors import ManifestError, PreloadError, RequestError
+from preload.engine.timeline import Timeline
+
+from .config import CoreConfig
+
+if TYPE_CHECKING:
+    from preload.engine.client import Attachment
+
+    from .core import EngineCore
+    from .loop import StepLoop
+
+EXIT_BAD_CONFIG = 2
+EXIT_NOT_SERVED = 3
+WARM_UP_TOKENS = 4
+"""Enough to touch every weight once, through a padded decode of several rows."""
+SIGTERM_DRAIN_MS = 30_000
+_PR_SET_PDEATHSIG = 1
+
+
+def main(first_line_ns: int, argv: Sequence[str] | None = None) -> int:
+    """Runs a core until it is drained; returns the exit code."""
+    parent_pid = os.getppid()
+    parser = argparse.ArgumentParser(prog="python -m preload.engine.core")
+    parser.add_argument("--config-json", required=True, help="CoreConfig as a JSON object")
+    try:
+        config = CoreConfig.from_json(parser.parse_args(argv).config_json)
+    except RequestError as error:
+        return _fail(EXIT_BAD_CONFIG, error)
+    die_with_parent(config.parent_pid or parent_pid)
+    timeline = Timeline()
+    timeline.add("exec", config.spawned_at_ns or first_line_ns, first_line_ns)
+    try:
+        return run(config, timeline, first_line_ns)
+    except PreloadError as error:
+        return _fail(EXIT_NOT_SERVED, error)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent's spawning thread ends; ends it if that has happened."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
+    """From imports to the end of the drain. Raises PreloadError if it cannot start."""
+    import torch
+
+    from preload.engine.client import attach
+
+    from .loop import StepLoop
+    from .server import CoreServer, CoreService, Identity
+
+    torch.set_num_interop_threads(1)
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    timeline.add("imports", imports_start_ns)
+    with timeline.phase("attach"):
+        attachment = attach(
+            config.checkpoint or None,
+            generation_id=config.generation_id or None,
+            recipe=config.recipe,
+            runtime_dir=config.runtime_dir or None,
+            tensors="torch",
+            client="preload engine core",
+            timeout_s=config.attach_timeout_s,
+        )
+    core = build_core(config, attachment, timeline)
+    with timeline.phase("ready"):
+        loop = StepLoop(core, timeline, lambda: attachment.lease.report_phases(timeline.phases))
+        identity = Identity(generation_id=attachment.generation_id, weights_bytes=attachment.resident_bytes)
+        service = CoreService(loop, timeline, identity)
+        server = CoreServer(service, config.socket_path)
+        server.serve()
+    attachment.lease.report_phases(timeline.phases)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.drain(SIGTERM_DRAIN_MS))
+    gc.collect()
+    gc.freeze()
+    _run_or_die(loop)
+    server.stop()
+    attachment.close()
+    return 0
+
+
+def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -> EngineCore:
+    """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up"."""
+    import torch
+
+    from preload.engine.models.decoder import Decoder
+    from preload.engine.models.spec import ModelSpec
+
+    from .core import EngineCore
+    from .kv_cache import block_bytes
+    from .memory import num_kv_blocks, resolve_max_model_len
+
+    with timeline.phase("build"):
+        resolved = attachment.resolved_recipe
+        if not resolved["spec"]:
+            raise ManifestError(
+                f"generation {attachment.generation_id} holds {resolved['model']!r} tensors without a model; "
+                "load the checkpoint with a recipe that names one"
+            )
+        spec = ModelSpec.from_dict(resolved["spec"])
+        dtype = getattr(torch, resolved["compute_dtype"])
+        decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype)
+    with timeline.phase("kv_cache"):
+        max_model_len = resolve_max_model_len(config.max_model_len, spec)
+        num_blocks = num_kv_blocks(
+            kv_cache_bytes=config.kv_cache_bytes,
+            block_bytes=block_bytes(spec, config.block_size, dtype),
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        core = EngineCore(
+            decoder,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            max_model_len=max_model_len,
+        )
+    with timeline.phase("warm_up"):
+        core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
+    return core
+
+
+def _run_or_die(loop: StepLoop) -> None:
+    """Runs the step loop. An exception ends the process at once: threads that wait for outputs must not hold it."""
+    try:
+        loop.run()
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _fail(code: int, error: PreloadError) -> int:
+    print(f"preload engine core: {error.message}", file=sys.stderr, flush=True)
+    return code

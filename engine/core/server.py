@@ -1,0 +1,165 @@
+"""The core's gRPC service: converts and delegates to the step loop; computes nothing.
+
+Owns the socket and the rule of one Generate stream at a time. Requests go into the loop's inbox from a thread per
+stream; outputs come back through the stream's queue.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from preload.engine.errors import CoreError
+from preload.engine.timeline import Timeline, now_ns
+from preload.protos import engine_core_pb2 as pb
+from preload.protos import engine_core_pb2_grpc as pb_grpc
+
+from .core import EngineCore
+from .loop import DrainAsked, OutputStream, RequestArrived, RequestsEnded, StepLoop, StreamClosed, StreamOpened
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_SOCKET_PATH_BYTES = 107
+SERVICE = "preload.engine_core.v1.EngineCore"
+_NUM_THREADS = 8  # one Generate, some Health.Watch, and short rpcs
+_STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What the core serves, for Stats."""
+
+    generation_id: str
+    weights_bytes: int
+
+
+class CoreService(pb_grpc.EngineCoreServicer):
+    """Handlers of engine_core.proto."""
+
+    def __init__(self, loop: StepLoop, timeline: Timeline, identity: Identity) -> None:
+        self._loop = loop
+        self._timeline = timeline
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._stream_open = False
+        self._draining = False
+
+    def Generate(  # noqa: N802
+        self, request_iterator: Iterator[pb.CoreRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepOutput]:
+        with self._lock:
+            refusal = self._refusal()
+            self._stream_open = self._stream_open or not refusal
+        if refusal:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        stream = OutputStream()
+        self._loop.inbox.put(StreamOpened(stream))
+        if not context.add_callback(lambda: self._close(stream)):
+            self._close(stream)
+        threading.Thread(target=self._read, args=(request_iterator,), name="core-requests", daemon=True).start()
+        return iter(stream)
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:  # noqa: N802
+        num_running = self._loop.core.num_requests
+        self.drain(request.deadline_ms)
+        return pb.DrainResponse(num_running=num_running)
+
+    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:  # noqa: N802
+        return stats(self._loop.core, self._timeline, self._identity)
+
+    def drain(self, deadline_ms: int) -> None:
+        """Refuses streams from now on, and tells the loop. Also called from a signal handler: takes no lock."""
+        self._draining = True
+        self._loop.inbox.put(DrainAsked(now_ns() + deadline_ms * 1_000_000))
+
+    def _refusal(self) -> str:
+        if self._draining:
+            return "the engine core is draining; use another"
+        return "a Generate stream is open already; the core serves one frontend" if self._stream_open else ""
+
+    def _read(self, request_iterator: Iterator[pb.CoreRequest]) -> None:
+        try:
+            for message in request_iterator:
+                self._loop.inbox.put(RequestArrived(message))
+        except grpc.RpcError:
+            return  # the stream broke; its callback tells the loop
+        self._loop.inbox.put(RequestsEnded())
+
+    def _close(self, stream: OutputStream) -> None:
+        stream.end()
+        self._loop.inbox.put(StreamClosed())
+        with self._lock:
+            self._stream_open = False
+
+
+def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsResponse:
+    """A snapshot; counters of a step under way may be half updated, which harms nothing."""
+    scheduler, counters = core.scheduler, core.counters
+    return pb.StatsResponse(
+        generation_id=identity.generation_id,
+        pid=os.getpid(),
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_kv_blocks=scheduler.pool.num_usable,
+        num_free_kv_blocks=scheduler.pool.num_free,
+        block_size=scheduler.pool.block_size,
+        kv_cache_bytes=core.cache.num_bytes,
+        num_steps=counters.num_steps,
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_output_tokens=counters.num_output_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        max_model_len=core.max_model_len,
+        max_num_seqs=core.max_num_seqs,
+        phases=timeline.to_proto(),
+        weights_bytes=identity.weights_bytes,
+    )
+
+
+class CoreServer:
+    """A listening gRPC server around a CoreService; SERVING from `serve` until `stop`."""
+
+    def __init__(self, service: CoreService, socket_path: str) -> None:
+        self._health = health.HealthServicer()
+        self._server = grpc.server(
+            ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="core-grpc"),
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ],
+        )
+        pb_grpc.add_EngineCoreServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._bind(socket_path)
+
+    def serve(self) -> None:
+        self._server.start()
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self) -> None:
+        """Takes no more rpcs, lets streams deliver what they hold, and returns."""
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.stop(_STOP_GRACE_S).wait()
+
+    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE):
+            self._health.set(service, status)
+
+    def _bind(self, socket_path: str) -> None:
+        """Binds with mode 0600: gRPC makes the socket with whatever the umask leaves."""
+        if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
+            raise CoreError(
+                f"socket path {socket_path} has {len(os.fsencode(socket_path))} bytes; "
+                f"Linux allows {MAX_SOCKET_PATH_BYTES}, so use a shorter folder"
+            )
+        umask = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix:{socket_path}")
+        except RuntimeError as error:
+            raise CoreError(f"cannot listen on {socket_path}: {error}") from error
+        finally:
+            os.umask(umask)
