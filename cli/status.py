@@ -61,8 +61,8 @@ def _print(status: dict[str, Any], timeline: bool) -> None:
     from .timeline import phase_table, total_s
 
     print(
-        f"daemon {status['version']}, process {status['pid']}, epoch {status['epoch']}, up {status['uptime_s']:.0f} s, "
-        f"probes at http://{status['http_address']}"
+        f"daemon {status['version']}, process {status['pid']}, epoch {status['epoch']}, "
+        f"up {status['uptime_s']:.0f} s, probes at http://{status['http_address']}"
     )
     for device in status["devices"]:
         print(

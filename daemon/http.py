@@ -3,6 +3,7 @@ proves that the loop turns."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -50,6 +51,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: signals are the daemon's."""
 
     def __init__(self, app: Starlette, host: str, port: int) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         super().__init__(
             uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, lifespan="off", workers=1)
         )

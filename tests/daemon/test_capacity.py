@@ -1,0 +1,60 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preload.daemon.capacity import Ledger, available_host_bytes, parse_limit, physical_host_bytes
+from preload.daemon.errors import BadRequestError, NoMemoryError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80%", 800), ("1000", 1000), ("2K", 2048), ("1.5M", 1572864), ("1GiB", 1 << 30), ("3gb", 3 << 30)],
+)
+def test_limit_is_a_share_or_a_size(text: str, expected: int) -> None:
+    assert parse_limit(text, 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1G", "101%", "0%", "many", "5X", "nan"])
+def test_impossible_limit_is_refused_by_name(text: str) -> None:
+    with pytest.raises(BadRequestError, match="memory limit"):
+        parse_limit(text, 1000)
+
+
+def test_refusal_tells_all_the_numbers() -> None:
+    ledger = Ledger("host", 1000)
+    ledger.reserve(600, 0)
+    ledger.commit(600)
+    ledger.reserve(300, 0)
+    with pytest.raises(NoMemoryError) as refusal:
+        ledger.reserve(200, 600)
+    for number in ("200", "1,000", "600", "300", "100 are free"):
+        assert number in refusal.value.message
+    assert refusal.value.fields["evictable_bytes"] == "600"
+    assert (ledger.resident_bytes, ledger.reserved_bytes) == (600, 300)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.booleans())))
+def test_ledger_never_exceeds_its_capacity_and_ends_empty(steps: list[tuple[int, bool, bool]]) -> None:
+    ledger = Ledger("host", 1000)
+    resident = []
+    for num_bytes, commits, frees in steps:
+        try:
+            ledger.reserve(num_bytes, 0)
+        except NoMemoryError:
+            assert num_bytes > ledger.free_bytes
+            continue
+        if commits:
+            ledger.commit(num_bytes)
+            resident.append(num_bytes)
+        else:
+            ledger.release(num_bytes)
+        if frees and resident:
+            ledger.free(resident.pop())
+        assert 0 <= ledger.resident_bytes + ledger.reserved_bytes <= ledger.capacity_bytes
+    for num_bytes in resident:
+        ledger.free(num_bytes)
+    assert (ledger.resident_bytes, ledger.reserved_bytes) == (0, 0)
+
+
+def test_host_has_memory_and_reports_it() -> None:
+    assert 0 < available_host_bytes() <= physical_host_bytes() * 1.01

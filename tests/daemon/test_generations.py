@@ -1,0 +1,93 @@
+import pytest
+
+from preload.daemon.errors import BadRequestError, LoaderDiedError, NotResidentError
+from preload.daemon.generations import (
+    Catalog,
+    Generation,
+    Manifest,
+    Rank,
+    Receipt,
+    Recipe,
+    Source,
+    State,
+    generation_id,
+)
+from preload.daemon.segments.host import HostSegment
+
+KEEP = Recipe("auto", "keep", "float32", "", 1)
+F32 = Recipe("auto", "f32", "float32", "", 1)
+
+
+def ready(catalog: Catalog, path: str = "/m", recipe: Recipe = KEEP, digest: str = "d") -> Generation:
+    source = Source(path, recipe, Rank())
+    generation = catalog.begin(source, "host", False)
+    segment = HostSegment.allocate(4096, "test")
+    segment.seal()
+    generation.commit(Manifest(b"", digest, f"resolved {recipe.quantization}", (4096,), 1), [segment], [])
+    catalog.bind(source, generation, [Receipt(path, 1, 2, 3, 4, 5, b"x")])
+    return generation
+
+
+def test_identity_is_the_hash_of_content_and_recipe() -> None:
+    assert generation_id("d", "r") == generation_id("d", "r")
+    assert len({generation_id(d, r) for d in ("d", "e") for r in ("r", "s")}) == 4
+    assert len(generation_id("d", "r")) == 64
+
+
+def test_generation_without_commit_has_no_identity_and_no_memory() -> None:
+    generation = Catalog().begin(Source("/m", KEEP, Rank()), "host", False)
+    assert (generation.state, generation.id, generation.resident_bytes) == (State.LOADING, "", 0)
+
+
+def test_failed_generation_keeps_its_reason_and_gives_its_memory_back() -> None:
+    generation = ready(Catalog())
+    assert generation.fail(LoaderDiedError("gone")) == 4096
+    assert generation.state is State.FAILED
+    assert generation.failure is not None
+    assert generation.failure.message == "gone"
+    assert generation.segments == []
+
+
+def test_generation_is_found_by_a_unique_prefix_only() -> None:
+    catalog = Catalog()
+    generation = ready(catalog)
+    ready(catalog, recipe=F32)
+    assert catalog.by_id(generation.id[:8]) is generation
+    with pytest.raises(BadRequestError, match="shorter than 8"):
+        catalog.by_id(generation.id[:7])
+    with pytest.raises(NotResidentError):
+        catalog.by_id("0" * 64)
+
+
+def test_digest_finds_the_generation_of_the_same_recipe() -> None:
+    catalog = Catalog()
+    kept, f32 = ready(catalog), ready(catalog, recipe=F32)
+    assert catalog.by_digest("d", KEEP, Rank()) is kept
+    assert catalog.by_digest("d", F32, Rank()) is f32
+    with pytest.raises(NotResidentError):
+        catalog.by_digest("other", KEEP, Rank())
+
+
+def test_binding_a_source_anew_returns_what_it_held_before() -> None:
+    catalog = Catalog()
+    old = ready(catalog)
+    new = ready(catalog, path="/other", digest="e")
+    assert catalog.bind(Source("/m", KEEP, Rank()), new, []) is old
+    assert catalog.sources(old) == [Source("/m", KEEP, Rank())]  # what it was loaded from
+    assert {s.path for s in catalog.sources(new)} == {"/m", "/other"}
+
+
+def test_a_new_load_forgets_the_failure_of_the_same_source() -> None:
+    catalog = Catalog()
+    source = Source("/m", KEEP, Rank())
+    catalog.begin(source, "host", False).fail(LoaderDiedError("gone"))
+    catalog.begin(source, "host", False)
+    assert [g.state for g in catalog] == [State.LOADING]
+
+
+def test_old_failures_are_forgotten() -> None:
+    catalog = Catalog()
+    for number in range(Catalog.MAX_FAILED + 5):
+        catalog.begin(Source(f"/m{number}", KEEP, Rank()), "host", False).fail(LoaderDiedError("gone"))
+        catalog.forget_old_failures()
+    assert len(list(catalog)) == Catalog.MAX_FAILED
