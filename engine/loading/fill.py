@@ -1,0 +1,173 @@
+"""Carries a checkpoint's bytes to their places, hashing on the way.
+
+Each thread takes one tensor at a time and moves it in pieces through a small scratch of its own: read, hash while
+in cache, convert if the recipe says so, write. Writing through the descriptor beats writing through a mapping: the
+kernel need not clear the pages first, nor fault them in one by one. Invariant: private memory is bounded by threads
+× piece, whatever the size of the checkpoint. Reading and hashing release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from preload.engine.models.llama_names import stored_row
+
+from .plan import Plan
+from .steps import Resolved, Step
+
+PIECE_BYTES = 1 << 20
+"""Bytes that a thread moves at a time: small enough to stay in its cache, large enough for the disk."""
+
+CONVERTED_VALUES = 1 << 20
+"""Values that a thread converts at a time: 4 MiB as float32, and a few times that within the conversion."""
+
+PROGRESS_SECONDS = 0.05
+
+Write = Callable[[int, int, memoryview], None]
+"""Writes bytes to (segment, offset)."""
+
+
+@dataclass
+class Filled:
+    """Digests of what was read, by stored name, and of what is resident, by resident name."""
+
+    source_digests: dict[str, bytes] = field(default_factory=dict)
+    resident_digests: dict[str, bytes] = field(default_factory=dict)
+
+
+def write_to_segments(fds: Sequence[int]) -> Write:
+    def write(segment: int, offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fds[segment], data[done:], offset + done)
+
+    return write
+
+
+class Filler:
+    """One pass over a checkpoint. Without a plan it only hashes."""
+
+    def __init__(self, resolved: Resolved, plan: Plan | None, write: Write | None) -> None:
+        self._resolved = resolved
+        self._plan = plan
+        self._write = write
+        self._filled = Filled()
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._stopped = False
+        self._scratch = threading.local()
+
+    def run(self, num_threads: int, progress: Callable[[int], None]) -> Filled:
+        """Processes every step; `progress(done_bytes)` is called by this thread about 20 times a second.
+
+        Raises the first error of any step, after the other threads have stopped.
+        """
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="fill")
+        try:
+            futures: set[Future[None]] = {pool.submit(self._process, step) for step in self._resolved.steps}
+            while futures:
+                done, futures = wait(futures, PROGRESS_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                progress(self._done_bytes)
+        finally:
+            self._stopped = True
+            pool.shutdown(cancel_futures=True)
+        return self._filled
+
+    def _process(self, step: Step) -> None:
+        hashers = [blake3() for _ in step.targets]
+        source = blake3()
+        offsets = [0] * len(step.targets)
+        hashes_targets = self._plan is not None and (step.converts or step.permuted_head_dim > 0)
+        for stored, outputs in self._pieces(step):
+            source.update(stored)
+            for index, data in enumerate(outputs()):
+                if hashes_targets:
+                    hashers[index].update(data)
+                self._put(step, index, offsets[index], data)
+                offsets[index] += len(data)
+            with self._lock:
+                self._done_bytes += len(stored)
+            if self._stopped:
+                return
+        digest = source.digest()
+        self._filled.source_digests[step.source.name] = digest
+        for target, hasher in zip(step.targets, hashers, strict=True):
+            self._filled.resident_digests[target.name] = hasher.digest() if hashes_targets else digest
+
+    def _put(self, step: Step, index: int, offset: int, data: memoryview) -> None:
+        assert self._plan is not None
+        assert self._write is not None
+        place = self._plan.places[step.targets[index].name]
+        self._write(place.segment, place.offset + offset, data)
+
+    def _pieces(self, step: Step) -> Iterator[tuple[memoryview, Callable[[], list[memoryview]]]]:
+        """Stored bytes piece by piece, each with the function that makes its resident bytes of it."""
+        num_bytes, file = step.source.num_bytes, step.source.file
+        writes = self._plan is not None and bool(step.targets)
+        num_rows = rows_per_piece(step) if writes and (step.converts or step.permuted_head_dim) else 0
+        num_row_bytes = num_bytes // step.num_rows if step.num_rows else 0
+        piece_bytes = num_rows * num_row_bytes or PIECE_BYTES
+        for start in range(0, num_bytes, piece_bytes):
+            stored = self._buffer(min(piece_bytes, num_bytes - start))
+            file.read_into(stored, step.source.offset + start)
+            if not writes:
+                yield stored, list
+            elif step.converts:
+                yield stored, _converter(step, stored, len(stored) // num_row_bytes)
+            elif step.permuted_head_dim:
+                yield stored, _permuter(step, stored, num_row_bytes)
+            else:
+                yield stored, lambda stored=stored: [stored]  # type: ignore[misc]
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        """This thread's scratch, at least that large."""
+        buffer: bytearray | None = getattr(self._scratch, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._scratch.buffer = bytearray(max(num_bytes, PIECE_BYTES))
+        return memoryview(buffer)[:num_bytes]
+
+
+def rows_per_piece(step: Step) -> int:
+    """Rows to convert at a time: whole heads if they are permuted, at least one."""
+    num_values = 1
+    for size in step.source.shape[1:]:
+        num_values *= size
+    unit = step.permuted_head_dim or 1
+    return max(1, CONVERTED_VALUES // max(1, num_values * unit)) * unit
+
+
+def _converter(step: Step, stored: memoryview, num_rows: int) -> Callable[[], list[memoryview]]:
+    from .convert import convert_rows  # torch: only when a recipe converts
+
+    return lambda: convert_rows(step, stored, num_rows)
+
+
+def _permuter(step: Step, stored: memoryview, num_row_bytes: int) -> Callable[[], list[memoryview]]:
+    """Moves whole rows: quantized blocks do not reach across rows, so none is decoded."""
+
+    def permute() -> list[memoryview]:
+        result = bytearray(len(stored))
+        for row in range(len(stored) // num_row_bytes):
+            start = stored_row(row, step.permuted_head_dim) * num_row_bytes
+            result[row * num_row_bytes : (row + 1) * num_row_bytes] = stored[start : start + num_row_bytes]
+        return [memoryview(result)]
+
+    return permute
+
+
+def check_equal(resolved: Resolved, digests: Mapping[str, bytes]) -> None:
+    """Raises CheckpointError if tied weights that are stored twice differ."""
+    from .resolve import tied_but_different
+
+    if resolved.equal_sources is not None:
+        head, embedding = resolved.equal_sources
+        if digests[head.name] != digests[embedding.name]:
+            raise tied_but_different(head, embedding)

@@ -1,0 +1,120 @@
+"""One job of a loader, top to bottom: open → plan → grant → read → commit.
+
+Owns the order of things and the messages to the daemon (protos/loader.proto); each stage is a module of its own.
+An error of ours is told to the daemon, once; anything else is a bug and ends the process with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+
+from preload.engine.errors import PreloadError, RequestError
+from preload.engine.recipe import Recipe
+from preload.engine.timeline import Phase, Timeline
+from preload.protos import loader_pb2, weight_cache_pb2
+
+from .control import Control, DaemonGoneError, make_memfd
+from .digests import checkpoint_digest
+from .fill import Filled, Filler, check_equal, write_to_segments
+from .plan import Plan, make_manifest, make_plan
+from .receipts import make_receipts
+from .resolve import open_and_resolve
+from .steps import Resolved
+from .verify import read_manifest, verify
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_DAEMON_GONE = 2
+
+
+def run_job(control_fd: int, started_ns: int) -> int:
+    """Receives the job, does it, and returns the exit code. `started_ns`: when our first line ran."""
+    timeline = Timeline()
+    timeline.add("imports", started_ns)
+    control = Control(control_fd)
+    try:
+        job, fds = control.receive_job()
+        timeline.phases.insert(0, Phase("exec", job.spawned_at_ns or started_ns, started_ns))
+        try:
+            _run(job, fds, control, timeline)
+        except PreloadError as error:
+            control.fail(error.to_proto())
+            return EXIT_FAILED
+    except DaemonGoneError:
+        return EXIT_DAEMON_GONE
+    return EXIT_DONE
+
+
+def _run(job: loader_pb2.Job, fds: list[int], control: Control, timeline: Timeline) -> None:
+    num_threads = job.num_threads or os.cpu_count() or 1
+    if job.mode == loader_pb2.MODE_VERIFY:
+        _verify(fds, num_threads, control)
+        return
+    _check_rank(job.rank)
+    with timeline.phase("open"):
+        checkpoint, resolved = open_and_resolve(job.checkpoint_path, Recipe.from_proto(job.recipe))
+        for weights in checkpoint.weights:
+            weights.file.advise_sequential()
+    if job.mode == loader_pb2.MODE_DIGEST:
+        filled = _read(resolved, None, [], num_threads, control, "digest")
+        digested = loader_pb2.Digested(
+            checkpoint_digest=checkpoint_digest(checkpoint.tensors, filled.source_digests),
+            resolved_recipe=resolved.to_json(),
+        )
+        receipts = make_receipts(checkpoint, filled.source_digests)
+        control.send(loader_pb2.Update(digested=digested), [_memfd("receipts", receipts)])
+        return
+    with timeline.phase("plan"):
+        plan = make_plan(target for step in resolved.steps for target in step.targets)
+    with timeline.phase("grant"):
+        control.send(loader_pb2.Update(plan=loader_pb2.Plan(segment_bytes=plan.segment_bytes)))
+        segment_fds = control.receive_grant(plan.segment_bytes)
+    if any(step.converts for step in resolved.steps):
+        with timeline.phase("import torch"):
+            from .convert import use_one_thread  # torch
+
+            use_one_thread()
+    with timeline.phase("read"):
+        filled = _read(resolved, plan, segment_fds, num_threads, control, "read")
+    with timeline.phase("commit"):
+        receipts = make_receipts(checkpoint, filled.source_digests)
+        digest = checkpoint_digest(checkpoint.tensors, filled.source_digests)
+        manifest = make_manifest(resolved, plan, job.rank, digest, filled.resident_digests)
+        memfds = [_memfd("manifest", manifest), _memfd("receipts", receipts)]
+    committed = loader_pb2.Committed(phases=timeline.to_proto())
+    control.send(loader_pb2.Update(committed=committed), memfds)
+
+
+def _read(
+    resolved: Resolved, plan: Plan | None, fds: list[int], num_threads: int, control: Control, phase: str
+) -> Filled:
+    """Moves or only hashes all bytes. Raises CheckpointError, also when tied weights turn out to differ."""
+    total_bytes = resolved.num_source_bytes
+    filler = Filler(resolved, plan, write_to_segments(fds) if plan else None)
+    filled = filler.run(num_threads, lambda done_bytes: control.progress(phase, done_bytes, total_bytes))
+    check_equal(resolved, filled.source_digests)
+    return filled
+
+
+def _verify(fds: list[int], num_threads: int, control: Control) -> None:
+    if not fds:
+        raise RequestError("a verify job needs the manifest's descriptor and those of the segments")
+    result = verify(
+        read_manifest(fds[0]),
+        fds[1:],
+        num_threads,
+        lambda done_bytes, total_bytes: control.progress("verify", done_bytes, total_bytes),
+    )
+    control.send(loader_pb2.Update(verified=result))
+
+
+def _check_rank(rank: weight_cache_pb2.Rank) -> None:
+    for size in ("tp_size", "pp_size", "ep_size", "dp_size"):
+        if getattr(rank, size) > 1:
+            raise RequestError(f"rank {size}={getattr(rank, size)} is not supported; only 1 is")
+    if rank.role not in ("", "target", "draft"):
+        raise RequestError(f"unknown role {rank.role!r}; known are target and draft")
+
+
+def _memfd(name: str, message: weight_cache_pb2.Manifest | loader_pb2.Receipts) -> int:
+    return make_memfd(f"preload-{name}", message.SerializeToString(deterministic=True))

@@ -1,0 +1,214 @@
+"""Checkpoint × recipe → steps: which stored tensor becomes which resident one.
+
+Owns the promise that the model and the files agree: every tensor the model needs is there in the right shape, and
+every stored tensor is either needed, tied, or known to be without meaning. Anything else is a CheckpointError that
+names file and tensor. Decides layouts; converts nothing.
+"""
+
+from __future__ import annotations
+
+from preload.engine.errors import CheckpointError, RequestError
+from preload.engine.models.configs import apply_overrides, spec_from_config
+from preload.engine.models.gguf_config import config_from_gguf
+from preload.engine.models.llama_names import (
+    EMBEDDING,
+    LM_HEAD,
+    ROPE_FREQS,
+    ExpectedTensor,
+    canonical_name,
+    expected_tensors,
+    is_ignorable,
+    permuted_head_dim,
+)
+from preload.engine.models.spec import ModelSpec
+from preload.engine.recipe import Recipe
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .dtypes import FLOAT_DTYPES
+from .files import TensorInfo, fault
+from .gguf_types import BLOCK_TYPES
+from .steps import Resolved, Step, Target
+
+MODELS = ("auto", "llama", "raw")
+_DENSE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+_GROUP_SIZE = 32
+
+
+def open_and_resolve(path: str, recipe: Recipe) -> tuple[Checkpoint, Resolved]:
+    """Opens the checkpoint and decides what becomes of it.
+
+    Raises RequestError for a recipe that cannot be, CheckpointError for files that cannot be used.
+    """
+    if recipe.model not in MODELS:
+        raise RequestError(f"unknown model {recipe.model!r}; known are {', '.join(MODELS)}")
+    if recipe.model != "raw":
+        checkpoint = open_checkpoint(path)
+        return checkpoint, _resolve_llama(checkpoint, recipe)
+    if recipe.quantization != "keep":
+        raise RequestError(f"model 'raw' keeps weights as they are; it has no quantization {recipe.quantization!r}")
+    if recipe.config_overrides:
+        raise RequestError("model 'raw' reads no configuration; it takes no configuration overrides")
+    checkpoint = open_checkpoint(path, with_config=False)
+    steps = [Step(tensor, (_as_stored(tensor, tensor.name),)) for tensor in checkpoint.tensors]
+    return checkpoint, Resolved("raw", recipe, None, steps)
+
+
+def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
+    spec = _spec(checkpoint, recipe)
+    expected = expected_tensors(spec)
+    is_gguf = checkpoint.format == "gguf"
+    stored: dict[str, TensorInfo] = {}
+    steps: list[Step] = []
+    for tensor in checkpoint.tensors:
+        name = canonical_name(tensor.name) if is_gguf else tensor.name
+        if name in stored:
+            raise fault(tensor.file.path, f"is there under two names, the other is {stored[name].name}", tensor.name)
+        stored[name] = tensor
+        if is_ignorable(name) or (name == LM_HEAD and spec.tie_word_embeddings):
+            steps.append(Step(tensor))
+            continue
+        if name == ROPE_FREQS and is_gguf:
+            steps.append(_rope_freqs(tensor, spec))
+            continue
+        _check_shape(tensor, expected.get(name), checkpoint, spec)
+        steps.append(_step(tensor, name, recipe, permuted_head_dim(name, spec) if is_gguf else 0))
+    _check_complete(checkpoint, expected, stored, spec)
+    if not spec.tie_word_embeddings:
+        return Resolved(spec.family, recipe, spec, steps)
+    aliases = _lm_head_aliases(steps)
+    return Resolved(spec.family, recipe, spec, steps, aliases, _tied_sources(stored))
+
+
+def _spec(checkpoint: Checkpoint, recipe: Recipe) -> ModelSpec:
+    path = checkpoint.config_path
+    if checkpoint.format == "gguf":
+        shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
+        config = config_from_gguf(checkpoint.metadata, shapes, path)
+    else:
+        config = checkpoint.config or {}
+    return spec_from_config(apply_overrides(config, recipe.config_overrides), path)
+
+
+def _check_shape(
+    tensor: TensorInfo, expected: ExpectedTensor | None, checkpoint: Checkpoint, spec: ModelSpec
+) -> None:
+    path = tensor.file.path
+    if expected is None:
+        raise fault(path, f"is unexpected: a {spec.family} model with the configuration of {checkpoint.config_path} "
+                    "has no use for it; correct the configuration or the file", tensor.name)  # fmt: skip
+    if tensor.shape != expected.shape:
+        values = _spec_values(spec)
+        keys = ", ".join(f"{key}={values[key]}" for key in expected.keys)
+        raise fault(path, f"has shape {list(tensor.shape)}, but {checkpoint.config_path} ({keys}) needs "
+                    f"{list(expected.shape)}; correct the configuration or the file", tensor.name)  # fmt: skip
+    if len(tensor.shape) == 1 and tensor.dtype not in FLOAT_DTYPES:
+        raise fault(path, f"is a vector stored as {tensor.dtype}; vectors are loaded from "
+                    f"{', '.join(FLOAT_DTYPES)}: convert the checkpoint", tensor.name)  # fmt: skip
+    if tensor.dtype not in FLOAT_DTYPES and not tensor.dtype.startswith("gguf."):
+        known = ", ".join(FLOAT_DTYPES)
+        raise fault(path, f"is stored as {tensor.dtype}; a {spec.family} model loads from {known} or GGUF blocks: "
+                    "convert the checkpoint", tensor.name)  # fmt: skip
+
+
+def _spec_values(spec: ModelSpec) -> dict[str, int]:
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+    }
+
+
+def _check_complete(
+    checkpoint: Checkpoint, expected: dict[str, ExpectedTensor], stored: dict[str, TensorInfo], spec: ModelSpec
+) -> None:
+    missing = [name for name in expected if name not in stored]
+    if not missing:
+        return
+    name, path = missing[0], checkpoint.path
+    if name == LM_HEAD:
+        raise fault(path, "is missing, though tie_word_embeddings is false; set tie_word_embeddings=true if the "
+                    "output shares the embedding, else fetch the checkpoint again", name)  # fmt: skip
+    others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    raise fault(path, f"is missing{others}, though {checkpoint.config_path} (num_hidden_layers={spec.num_layers}) "
+                "needs it; fetch the checkpoint again", name)  # fmt: skip
+
+
+def _as_stored(tensor: TensorInfo, name: str) -> Target:
+    """The resident tensor with the same bytes. GGUF blocks become rows of bytes."""
+    if not tensor.dtype.startswith("gguf."):
+        return Target(name, tensor.dtype, tensor.shape)
+    block = BLOCK_TYPES[tensor.dtype.removeprefix("gguf.")]
+    num_row_bytes = tensor.shape[-1] // block.block_size * block.block_bytes
+    return Target(name, "uint8", (*tensor.shape[:-1], num_row_bytes), tensor.dtype)
+
+
+def _step(tensor: TensorInfo, name: str, recipe: Recipe, head_dim: int) -> Step:
+    """What the recipe makes of one weight of the model."""
+    targets = _targets(tensor, name, recipe)
+    as_stored = targets == (_as_stored(tensor, name),)
+    return Step(tensor, targets, converts=not as_stored, permuted_head_dim=head_dim)
+
+
+def _targets(tensor: TensorInfo, name: str, recipe: Recipe) -> tuple[Target, ...]:
+    if len(tensor.shape) == 1:
+        return (Target(name, recipe.compute_dtype, tensor.shape),)
+    if recipe.quantization == "keep":
+        return (_as_stored(tensor, name),)
+    if recipe.quantization in _DENSE_DTYPES:
+        return (Target(name, _DENSE_DTYPES[recipe.quantization], tensor.shape),)
+    rows, cols = tensor.shape
+    layout = recipe.quantization
+    if layout == "int8_per_channel":
+        return (Target(name, "int8", (rows, cols), layout), Target(f"{name}_scale", "float32", (rows,), layout))
+    if cols % _GROUP_SIZE:
+        raise fault(tensor.file.path, f"has {cols} columns, not a multiple of int4_group32's group of {_GROUP_SIZE}; "
+                    "choose another quantization", tensor.name)  # fmt: skip
+    groups = (rows, cols // _GROUP_SIZE)
+    return (
+        Target(name, "uint8", (rows, cols // 2), layout),
+        Target(f"{name}_scale", "float32", groups, layout),
+        Target(f"{name}_min", "float32", groups, layout),
+    )
+
+
+def _rope_freqs(tensor: TensorInfo, spec: ModelSpec) -> Step:
+    """llama.cpp's spelling of llama3 scaling: a divisor for each inverse frequency."""
+    expected = (spec.head_dim // 2,)
+    if tensor.shape != expected or tensor.dtype != "float32":
+        raise fault(tensor.file.path, f"is {tensor.dtype} {list(tensor.shape)}, but the model's head size needs "
+                    f"float32 {list(expected)}; fetch the file again", tensor.name)  # fmt: skip
+    if spec.rope.scaling != "none":
+        raise fault(tensor.file.path, f"already scales the rotary embedding; rope scaling {spec.rope.scaling!r} "
+                    "would scale it twice: remove the override", tensor.name)  # fmt: skip
+    return Step(tensor, (Target(ROPE_FREQS, "float32", tensor.shape, is_buffer=True),))
+
+
+def _lm_head_aliases(steps: list[Step]) -> list[tuple[Target, str]]:
+    """lm_head.weight and its companions share the embedding's memory."""
+    embedding = next(step for step in steps if step.targets and step.targets[0].name == EMBEDDING)
+    return [
+        (Target(target.name.replace(EMBEDDING, LM_HEAD), target.dtype, target.shape, target.layout), target.name)
+        for target in embedding.targets
+    ]
+
+
+def _tied_sources(stored: dict[str, TensorInfo]) -> tuple[TensorInfo, TensorInfo] | None:
+    """Output and embedding if both are stored though they are tied. Raises if they cannot be equal."""
+    if LM_HEAD not in stored:
+        return None
+    head, embedding = stored[LM_HEAD], stored[EMBEDDING]
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        raise tied_but_different(head, embedding)
+    return head, embedding
+
+
+def tied_but_different(head: TensorInfo, embedding: TensorInfo) -> CheckpointError:
+    return fault(
+        head.file.path,
+        f"differs from {embedding.name}, though tie_word_embeddings is true; set tie_word_embeddings=false if "
+        "the output has weights of its own",
+        head.name,
+    )

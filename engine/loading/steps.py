@@ -1,0 +1,78 @@
+"""What a load does, tensor by tensor: a `Step` per stored tensor, a `Target` per resident one.
+
+Plain data, shared by resolving (which makes steps), planning (which gives targets a place) and filling.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from preload.engine.models.spec import ModelSpec
+from preload.engine.recipe import LAYOUT_VERSION, Recipe, canonical_json
+
+from .dtypes import ITEM_BYTES
+from .files import TensorInfo
+
+
+@dataclass(frozen=True)
+class Target:
+    """One resident tensor. `dtype` is torch's name, `layout` the tag that the engine reads it by."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = "dense"
+    is_buffer: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What becomes of one stored tensor.
+
+    No target: its bytes only count for the digest. One target and not `converts`: it stays as it is, but for its
+    rows if `permuted_head_dim` is set. Else the first target is the weight, the others its companions.
+    """
+
+    source: TensorInfo
+    targets: tuple[Target, ...] = ()
+    converts: bool = False
+    permuted_head_dim: int = 0  # 0: rows stay where they are
+
+    @property
+    def num_rows(self) -> int:
+        """Rows by which the tensor may be cut into pieces; a vector is a column."""
+        shape = self.source.shape
+        return shape[0] if shape else 1
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checkpoint and a recipe, understood. `equal_sources` names two stored tensors whose bytes must agree."""
+
+    model: str
+    recipe: Recipe
+    spec: ModelSpec | None
+    steps: list[Step]
+    aliases: list[tuple[Target, str]] = field(default_factory=list)  # a target without memory, and whose it shares
+    equal_sources: tuple[TensorInfo, TensorInfo] | None = None
+
+    @property
+    def num_source_bytes(self) -> int:
+        return sum(step.source.num_bytes for step in self.steps)
+
+    def to_json(self) -> str:
+        """The recipe as resolved: with the checkpoint digest, the generation's identity."""
+        return canonical_json(
+            {
+                "model": self.model,
+                "spec": self.spec.to_dict() if self.spec else None,
+                "quantization": self.recipe.quantization,
+                "compute_dtype": self.recipe.compute_dtype,
+                "layout_version": LAYOUT_VERSION,
+            }
+        )

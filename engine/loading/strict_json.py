@@ -1,0 +1,44 @@
+"""JSON as checkpoints need it: objects only, and no key twice, since the second would silently win."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .files import REPLACE, CheckpointFile, fault
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(key)
+            seen.add(key)
+    return value
+
+
+def parse_object(data: bytes, path: str, what: str) -> dict[str, Any]:
+    """The JSON object in `data`; `what` names it in messages ("header", "index", …). Raises CheckpointError."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates)
+    except _DuplicateKeyError as error:
+        raise fault(path, f"has the key {str(error)!r} twice in its {what}; {REPLACE}") from error
+    except (ValueError, RecursionError) as error:
+        raise fault(path, f"has no valid JSON in its {what}: {error}; {REPLACE}") from error
+    if not isinstance(value, dict):
+        raise fault(path, f"must hold a JSON object as its {what}, not {type(value).__name__}; {REPLACE}")
+    return value
+
+
+def read_object(file: CheckpointFile, what: str, max_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """The JSON object that is the whole file, and its bytes. Raises CheckpointError."""
+    if file.size_bytes > max_bytes:
+        raise fault(file.path, f"has {file.size_bytes} bytes, too many for a {what}; check the path")
+    data = file.read(0, file.size_bytes)
+    return parse_object(data, file.path, what), data
