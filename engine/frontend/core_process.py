@@ -68,13 +68,16 @@ class CoreProcess:
     async def start(self, command: CoreCommand) -> None:
         """Spawns the core in a session of its own, so that Ctrl-C reaches only the frontend."""
         arguments = command(self.socket_path, self.life.spawned_at_ns)
-        self._process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartError(f"the engine core cannot be started: {error}") from error
         self.life.pid = self._process.pid
         assert self._process.stdout is not None
         pump = asyncio.create_task(self._pump_output(self._process.stdout))

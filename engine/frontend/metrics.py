@@ -31,7 +31,7 @@ class Metrics:
         self.output_tokens = Counter("preload_frontend_output_tokens", "Tokens sampled", registry=registry)
         self.first_token_s = Histogram(
             "preload_frontend_first_token_seconds",
-            "From admission of a sequence to its first token",
+            "From the arrival of a request to the first token of each sequence",
             buckets=_FIRST_TOKEN_S,
             registry=registry,
         )

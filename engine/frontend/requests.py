@@ -74,6 +74,7 @@ class InFlight:
         self._metrics = metrics
         self._samples: dict[str, Sample] = {}
         self._session: Session | None = None
+        self._closed: ApiError | None = None
         self.on_first_token: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -81,6 +82,9 @@ class InFlight:
 
     def submit(self, sample: Sample) -> None:
         """Takes a sample; it goes to the core at once, or to the next one as soon as there is one."""
+        if self._closed is not None:
+            sample.events.put_nowait(SampleEvent(sample.index, error=self._closed))
+            return
         self._samples[sample.request_id] = sample
         self._metrics.in_flight.set(len(self._samples))
         self._metrics.prompt_tokens.inc(len(sample.prompt_ids))
@@ -115,8 +119,9 @@ class InFlight:
             if sample.num_core_deaths >= MAX_CORE_DEATHS:
                 self._fail(sample, _died_repeatedly(sample))
 
-    def fail_all(self, error: ApiError) -> None:
-        """Ends every sample with `error`."""
+    def close(self, error: ApiError) -> None:
+        """Ends every sample, and each one submitted from now on, with `error`."""
+        self._closed = error
         for sample in list(self._samples.values()):
             self.abort(sample.request_id)
             sample.events.put_nowait(SampleEvent(sample.index, error=error))

@@ -74,7 +74,6 @@ class Supervisor:
         self._process: CoreProcess | None = None
         self._session: CoreSession | None = None
         self._last_words: list[str] = []
-        self._num_started = 0
         self.lives: deque[CoreLife] = deque(maxlen=_HISTORY)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,10 +107,11 @@ class Supervisor:
         """What the first core that was ready said of the model; waits for it."""
         return await asyncio.shield(self._known_stats)
 
-    async def run(self) -> None:
-        """Starts core after core until `stop`."""
+    async def run(self, first: CoreProcess) -> None:
+        """Serves with `first`, which has been started, and starts core after core until `stop`."""
+        process = first
         while not self._stopping.is_set():
-            life = await self._one_life()
+            life = await self._one_life(process)
             if self._stopping.is_set():
                 return
             delay_s = self._backoff.after(life)
@@ -119,13 +119,12 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             except TimeoutError:
                 self._metrics.core_restarts.inc()
+            process = CoreProcess(process.life.serial + 1, self._socket_dir)
+            await process.start(self._command)
 
-    async def _one_life(self) -> CoreLife:
-        process = CoreProcess(self._num_started, self._socket_dir)
-        self._num_started += 1
+    async def _one_life(self, process: CoreProcess) -> CoreLife:
         self.lives.append(process.life)
         self._process = process
-        await process.start(self._command)
         exit_task = asyncio.create_task(process.wait_exit())
         serve_task = asyncio.create_task(self._serve(process))
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from preload.engine.errors import CheckpointError
 
 from .errors import StartError
 from .tokenizer import Tokenizer
@@ -36,10 +37,12 @@ def _gguf_file(path: Path) -> Path | None:
 
 
 def _load_gguf(path: Path) -> Tokenizer:
+    from preload.engine.loading.gguf_reader import read_metadata
+
     from .gguf_tokenizer import gguf_tokenizer
 
-    return gguf_tokenizer(_metadata(path), path=str(path))
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    raise NotImplementedError
+    try:
+        metadata = read_metadata(str(path))
+    except CheckpointError as error:
+        raise StartError(error.message) from error
+    return gguf_tokenizer(metadata, path=str(path))

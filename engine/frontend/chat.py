@@ -1,0 +1,126 @@
+"""POST /v1/chat/completions, streamed and not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .api import ChatRequest, parse_chat
+from .choices import Delta, TokenEntry
+from .errors import BadRequestError
+from .fields import parse_object
+from .http import Answer, EventStream, read_body
+from .logprobs import chat_logprobs
+from .service import Generation, Service
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation."""
+    service: Service = request.app.state.service
+    service.check_open()
+    body = await read_body(request, service.config.max_body_bytes)
+    asked = parse_chat(parse_object(body), service.tokenizer.vocab_size)
+    service.check_model(asked.options.model)
+    chat = Chat(service, asked)
+    return EventStream(chat.events) if asked.options.stream else Answer(chat.answer)
+
+
+class Chat:
+    """One request of this endpoint."""
+
+    def __init__(self, service: Service, asked: ChatRequest) -> None:
+        self._service = service
+        self._asked = asked
+        self._created_s = int(time.time())
+
+    async def _start(self) -> Generation:
+        template = self._service.chat_template
+        if template is None:
+            raise BadRequestError(
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template",
+                param="messages",
+                code="no_chat_template",
+            )
+        text = template.render(
+            self._asked.messages,
+            add_generation_prompt=self._asked.add_generation_prompt,
+            arguments=self._asked.template_arguments,
+        )
+        # Templates write the special tokens themselves.
+        prompts = [await self._service.tokenizer.encode_async(text, add_special=False)]
+        options = self._asked.options
+        sampling = await self._service.sampling(options, prompts)
+        return Generation(service=self._service, prompts=prompts, options=options, sampling=sampling)
+
+    async def answer(self) -> dict[str, Any]:
+        """The response to a request that is not streamed."""
+        generation = await self._start()
+        texts: list[list[str]] = [[] for _ in generation.choices]
+        entries: list[list[TokenEntry]] = [[] for _ in generation.choices]
+        async with generation:
+            async for delta in generation.deltas():
+                texts[delta.index].append(delta.text)
+                entries[delta.index].extend(delta.entries)
+        choices = [
+            {
+                "index": choice.index,
+                "message": {
+                    "role": "assistant",
+                    "content": "".join(texts[choice.index]),
+                    "refusal": None,
+                },
+                "logprobs": self._logprobs(entries[choice.index]),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in generation.choices
+        ]
+        head = self._head(generation, "chat.completion")
+        return {**head, "choices": choices, "usage": generation.usage()}
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed response."""
+        generation = await self._start()
+        head = self._head(generation, "chat.completion.chunk")
+        if self._asked.options.include_usage:
+            head["usage"] = None
+        async with generation:
+            for choice in generation.choices:
+                opening = {"role": "assistant", "content": ""}
+                yield {**head, "choices": [_chunk(choice.index, opening, None, None)]}
+            async for delta in generation.deltas():
+                for chunk in self._chunks(delta):
+                    yield {**head, "choices": [chunk]}
+        if self._asked.options.include_usage:
+            yield {**head, "choices": [], "usage": generation.usage()}
+
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        chunks = []
+        if delta.text or delta.entries:
+            chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.entries), None))
+        if delta.finish_reason:
+            chunks.append(_chunk(delta.index, {}, None, delta.finish_reason))
+        return chunks
+
+    def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{generation.id}",
+            "object": kind,
+            "created": self._created_s,
+            "model": self._service.config.model_name,
+        }
+
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
+        options = self._asked.options
+        if not options.logprobs:
+            return None
+        return chat_logprobs(self._service.tokenizer, entries, options.num_top_logprobs)
+
+
+def _chunk(
+    index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,138 @@
+"""The frontend process: `run(config)` serves until a signal, and returns the exit code.
+
+Order of the start: the socket listens first, so that clients wait instead of being refused; then the core is
+spawned, because it takes longest; only then come this process's own imports and the tokenizer. Nothing here
+imports torch or numpy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from preload.engine.core.config import CoreConfig
+from preload.engine.errors import PreloadError
+from preload.engine.timeline import Timeline, now_ns
+
+from .config import FrontendConfig
+from .core_process import CoreCommand, CoreProcess
+from .errors import StartError
+
+_BACKLOG = 2048
+
+
+def run(config: FrontendConfig, *, core_command: CoreCommand | None = None) -> int:
+    """Serves until SIGTERM or SIGINT. Returns 0 after a drain, 1 when it cannot start (the reason on stderr).
+
+    `core_command` replaces the command line of the engine core. Call it from the main thread.
+    """
+    timeline = Timeline()
+    timeline.add("exec", _process_start_ns())
+    try:
+        asyncio.run(_serve(config, core_command or _core_command(config), timeline))
+    except (StartError, PreloadError) as error:
+        print(f"preload serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _process_start_ns() -> int:
+    """When this process was started, on CLOCK_MONOTONIC, from /proc; good to 10 ms."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - now_ns())
+
+
+def _core_command(config: FrontendConfig) -> CoreCommand:
+    def command(socket_path: str, spawned_at_ns: int) -> list[str]:
+        core = CoreConfig(
+            runtime_dir=config.runtime_dir,
+            checkpoint=os.path.abspath(config.checkpoint),
+            model=config.model,
+            quantization=config.quantization,
+            compute_dtype=config.compute_dtype,
+            config_overrides=config.recipe().config_overrides,
+            socket_path=socket_path,
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.token_budget,
+            block_size=config.block_size,
+            kv_cache_bytes=config.kv_cache_bytes,
+            max_model_len=config.max_model_len,
+            num_threads=config.num_threads,
+            spawned_at_ns=spawned_at_ns,
+            parent_pid=os.getpid(),
+        )
+        return [sys.executable, "-m", "preload.engine.core", "--config-json", core.to_json()]
+
+    command("", 0)  # an impossible combination of options is found before anything is started
+    return command
+
+
+async def _serve(config: FrontendConfig, command: CoreCommand, timeline: Timeline) -> None:
+    with contextlib.ExitStack() as stack:
+        with timeline.phase("spawn"):
+            socket_dir = stack.enter_context(_private_folder(config.runtime_dir))
+            listener = stack.enter_context(_listen(config))
+            first_core = CoreProcess(0, socket_dir)
+            await first_core.start(command)
+        try:
+            with timeline.phase("imports"):
+                from .assembly import build_service
+                from .web_server import serve_http
+            service = build_service(config, command, socket_dir, timeline)
+        except BaseException:
+            await first_core.kill()
+            raise
+        runner = asyncio.create_task(service.supervisor.run(first_core))
+        try:
+            await serve_http(service, listener, runner)
+        finally:
+            await service.supervisor.stop(runner)
+
+
+@contextlib.contextmanager
+def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
+    """The bound socket. Raises StartError naming the address."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise StartError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+        listener.setblocking(False)
+        yield listener
+
+
+@contextlib.contextmanager
+def _private_folder(runtime_dir: str) -> Iterator[str]:
+    """A folder of mode 0700 for the sockets of cores, removed at the end."""
+    prefix = "frontend-"
+    try:
+        if runtime_dir:
+            os.makedirs(runtime_dir, mode=0o700, exist_ok=True)
+            _remove_left_behind(Path(runtime_dir), prefix)
+        folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=runtime_dir or None)
+    except OSError as error:
+        raise StartError(f"cannot make a folder in {runtime_dir or 'the temporary folder'}: {error}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_behind(runtime_dir: Path, prefix: str) -> None:
+    """Removes folders of frontends that were killed."""
+    for folder in runtime_dir.glob(f"{prefix}*-*"):
+        pid = folder.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""uvicorn around the application, and the drain on a signal.
+
+SIGTERM or SIGINT: no new connection, requests in flight may finish within the drain time, then those that are left
+are answered with an error. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from preload.engine.timeline import now_ns
+
+from .app import build_app
+from .errors import OverloadedError, StartError
+from .service import Service
+
+_DRAIN_SLACK_S = 5
+_KEEP_ALIVE_S = 60
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: it would raise the signal again after the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+async def serve_http(service: Service, listener: socket.socket, runner: asyncio.Task[None]) -> None:
+    """Serves until a signal. Raises StartError when `runner`, the supervisor's task, ends before that."""
+    server = _Server(_uvicorn_config(service))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _drain, service, server)
+    runner.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    notes = asyncio.create_task(_note_ready(service))
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(f"serving {service.config.model_name} on http://{where}", file=sys.stderr, flush=True)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        notes.cancel()
+    if runner.done() and not service.draining:
+        raise StartError(f"the supervisor of the engine core ended: {runner.exception()!r}") from (
+            runner.exception()
+        )
+
+
+def _uvicorn_config(service: Service) -> uvicorn.Config:
+    config = service.config
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return uvicorn.Config(
+        build_app(service),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=config.access_log,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + _DRAIN_SLACK_S,
+    )
+
+
+async def _note_ready(service: Service) -> None:
+    listening_ns = now_ns()
+    service.timeline.add("listen", service.timeline.phases[-1].end_ns, listening_ns)
+    await service.supervisor.model_stats()
+    service.timeline.add("ready", listening_ns)
+
+
+def _drain(service: Service, server: uvicorn.Server) -> None:
+    if service.draining:
+        server.force_exit = True
+        return
+    service.draining = True
+    server.should_exit = True
+    left_over = OverloadedError("the server shut down before the answer was complete", code="shutting_down")
+    loop = asyncio.get_running_loop()
+    loop.call_later(service.config.drain_timeout_s, service.in_flight.close, left_over)
