@@ -1,0 +1,163 @@
+"""A stand-in for the engine core: speaks engine_core.proto and invents its tokens.
+
+The token at output position i is prompt[i % len(prompt)], shifted by the seed when the temperature is not 0: a
+function of the request alone, so that another process continues a request as this one would have. The most likely
+tokens it reports are the sampled id, then 0, 1, 2, …
+
+python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --behaviour JSON, where JSON may hold
+  step_s         seconds between steps
+  hold_file      while this file exists no step is made
+  exit_file      when this file exists at the start, the core exits 3 with the file's content on stderr
+  poison_id      a request whose prompt holds this id kills the core at its third token
+  abort_log      file to which the ids of aborted requests are appended
+  max_model_len  what Stats says
+  ignore_term    SIGTERM and Drain have no effect
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from preload.protos import engine_core_pb2 as pb
+from preload.protos import engine_core_pb2_grpc as pb_grpc
+from preload.protos import weight_cache_pb2
+
+PR_SET_PDEATHSIG = 1
+
+
+class Running:
+    def __init__(self, add: pb.AddRequest) -> None:
+        self.add = add
+        self.position = len(add.output_ids)
+
+    def next_token(self) -> int:
+        prompt = self.add.prompt_ids
+        shift = self.add.sampling.seed if self.add.sampling.temperature else 0
+        token = prompt[(self.position + shift) % len(prompt)]
+        self.position += 1
+        return token
+
+    def step(self) -> pb.RequestOutput:
+        sampling = self.add.sampling
+        token = self.next_token()
+        finish = pb.FINISH_REASON_NONE
+        if token in sampling.stop_token_ids and self.position > sampling.min_tokens:
+            finish = pb.FINISH_REASON_STOP
+        elif self.position >= sampling.max_tokens:
+            finish = pb.FINISH_REASON_LENGTH
+        logprobs = []
+        if sampling.logprobs:
+            top = [token, *(i for i in range(sampling.num_top_logprobs) if i != token)]
+            top = top[: sampling.num_top_logprobs]
+            values = [-0.5 - rank for rank in range(len(top))]
+            logprobs = [pb.TokenLogprobs(logprob=-0.5, top_ids=top, top_logprobs=values)]
+        return pb.RequestOutput(
+            request_id=self.add.request_id, token_ids=[token], logprobs=logprobs, finish_reason=finish
+        )
+
+
+class FakeCore(pb_grpc.EngineCoreServicer):
+    def __init__(self, behaviour: dict[str, Any], spawned_at_ns: int) -> None:
+        self.behaviour = behaviour
+        self.spawned_at_ns = spawned_at_ns
+        self.ready_at_ns = 0
+        self.running: dict[str, Running] = {}
+        self.draining = asyncio.Event()
+        self.num_output_tokens = 0
+
+    async def Generate(self, request_iterator, context):  # noqa: N802
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                await asyncio.sleep(self.behaviour.get("step_s", 0.0005))
+                hold = self.behaviour.get("hold_file")
+                if not self.running or (hold and Path(hold).exists()):
+                    if self.draining.is_set() and not self.running:
+                        return
+                    continue
+                yield pb.StepOutput(outputs=[self._step(r) for r in list(self.running.values())])
+        finally:
+            reader.cancel()
+            self.running.clear()
+
+    def _step(self, running: Running) -> pb.RequestOutput:
+        if self.behaviour.get("poison_id") in running.add.prompt_ids and running.position >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        output = running.step()
+        self.num_output_tokens += 1
+        if output.finish_reason:
+            del self.running[running.add.request_id]
+        return output
+
+    async def _read(self, requests) -> None:
+        async for request in requests:
+            if request.WhichOneof("request") == "add":
+                self.running[request.add.request_id] = Running(request.add)
+            elif self.running.pop(request.abort.request_id, None) is not None and "abort_log" in self.behaviour:
+                with open(self.behaviour["abort_log"], "a") as log:
+                    log.write(request.abort.request_id + "\n")
+
+    async def Drain(self, request, context):  # noqa: N802
+        if not self.behaviour.get("ignore_term"):
+            self.draining.set()
+        return pb.DrainResponse(num_running=len(self.running))
+
+    async def Stats(self, request, context):  # noqa: N802
+        phases = [
+            weight_cache_pb2.Phase(name="exec", start_ns=self.spawned_at_ns, end_ns=self.ready_at_ns),
+            weight_cache_pb2.Phase(name="ready", start_ns=self.ready_at_ns, end_ns=self.ready_at_ns),
+        ]
+        return pb.StatsResponse(
+            pid=os.getpid(),
+            num_running=len(self.running),
+            num_output_tokens=self.num_output_tokens,
+            max_model_len=self.behaviour.get("max_model_len", 8192),
+            phases=phases,
+        )
+
+
+async def main(options: argparse.Namespace) -> None:
+    behaviour = json.loads(options.behaviour)
+    core = FakeCore(behaviour, options.spawned_at_ns)
+    server = grpc.aio.server()
+    pb_grpc.add_EngineCoreServicer_to_server(core, server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    server.add_insecure_port(f"unix:{options.socket_path}")
+    await server.start()
+    if behaviour.get("ignore_term"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    core.ready_at_ns = time.monotonic_ns()
+    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    print("fake core is serving", file=sys.stderr, flush=True)
+    await core.draining.wait()
+    await server.stop(5)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket-path", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--spawned-at-ns", type=int, default=0)
+    parser.add_argument("--behaviour", default="{}")
+    arguments = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.parent_pid:
+        sys.exit("the parent is gone")
+    exit_file = json.loads(arguments.behaviour).get("exit_file")
+    if exit_file and os.path.exists(exit_file):
+        print(Path(exit_file).read_text(), file=sys.stderr)
+        sys.exit(3)
+    asyncio.run(main(arguments))
