@@ -147,9 +147,7 @@ def _options(
         )
     repetition_penalty = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
     if repetition_penalty == 0.0:
-        raise BadRequestError(
-            "'repetition_penalty' must be above 0", param="repetition_penalty", code="out_of_range"
-        )
+        raise BadRequestError("'repetition_penalty' must be above 0", param="repetition_penalty", code="out_of_range")
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0.0:
         raise BadRequestError("'top_p' must be above 0", param="top_p", code="out_of_range")

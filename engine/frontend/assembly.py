@@ -21,9 +21,7 @@ from .tokenizer import Tokenizer
 from .tokenizer_files import load_tokenizer
 
 
-def build_service(
-    config: FrontendConfig, command: CoreCommand, socket_dir: str, timeline: Timeline
-) -> Service:
+def build_service(config: FrontendConfig, command: CoreCommand, socket_dir: str, timeline: Timeline) -> Service:
     """Everything but the listening socket. Raises StartError; call it within the event loop."""
     keys = ApiKeys.from_file(config.api_key_file)
     with timeline.phase("tokenizer"):

@@ -27,9 +27,7 @@ class ChatTemplate:
     """One compiled template. Raises StartError, naming `origin`, when it does not compile."""
 
     def __init__(self, source: str, *, origin: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -91,6 +89,4 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes for HTML, which would put <, > and & into the prompt as escapes.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

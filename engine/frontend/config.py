@@ -35,9 +35,7 @@ class FrontendConfig:
     model: str = field(
         default="auto", metadata={"help": "model family, such as llama (auto: from the configuration)"}
     )
-    quantization: str = field(
-        default="keep", metadata={"help": "keep, bf16, f32, int8_per_channel or int4_group32"}
-    )
+    quantization: str = field(default="keep", metadata={"help": "keep, bf16, f32, int8_per_channel or int4_group32"})
     compute_dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
     config_overrides: str = field(
         default="", metadata={"help": "JSON object that replaces keys of the model's configuration"}
@@ -64,9 +62,7 @@ class FrontendConfig:
     )
 
     max_body_bytes: int = field(default=4 << 20, metadata={"help": "largest request body in bytes"})
-    max_prompt_tokens: int = field(
-        default=0, metadata={"help": "longest prompt in tokens (0: the model's length)"}
-    )
+    max_prompt_tokens: int = field(default=0, metadata={"help": "longest prompt in tokens (0: the model's length)"})
     max_concurrent_requests: int = field(
         default=256, metadata={"help": "sequences in flight; more wait in the queue"}
     )

@@ -82,4 +82,4 @@ class CoreSession:
             return
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)

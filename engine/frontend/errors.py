@@ -38,9 +38,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        return {
-            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class BadRequestError(ApiError):

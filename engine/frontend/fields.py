@@ -20,9 +20,7 @@ def parse_object(body: bytes) -> Fields:
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
-        raise BadRequestError(
-            f"the request body must be a JSON object, not {_kind(value)}", code="invalid_json"
-        )
+        raise BadRequestError(f"the request body must be a JSON object, not {_kind(value)}", code="invalid_json")
     return Fields(value)
 
 

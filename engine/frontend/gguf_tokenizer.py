@@ -59,15 +59,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, path: str) -> Tokenizer:
 def _array(metadata: Mapping[str, Any], name: str, path: str) -> Any:
     value = metadata.get(_KEY + name)
     if value is None:
-        raise StartError(
-            f"{path}: {_KEY}{name} is missing, so the file has no tokenizer; pass --tokenizer with one"
-        )
+        raise StartError(f"{path}: {_KEY}{name} is missing, so the file has no tokenizer; pass --tokenizer with one")
     return value
 
 
-def _byte_level(
-    metadata: Mapping[str, Any], tokens: Sequence[str], path: str
-) -> tuple[RustTokenizer, bool]:
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], path: str) -> tuple[RustTokenizer, bool]:
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import models
 
@@ -76,7 +72,7 @@ def _byte_level(
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
-    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+    except Exception as error:  # the library raises nothing narrower
         raise StartError(f"{path}: {_KEY}merges do not fit {_KEY}tokens: {error}") from error
     rust = RustTokenizer(model)
     rust.pre_tokenizer = byte_level_pre_tokenizer(pre)
@@ -139,7 +135,8 @@ def _add_tokens(rust: RustTokenizer, tokens: Sequence[str], types: Sequence[int]
     from tokenizers import AddedToken
 
     added: dict[int, str] = {}
-    special, plain = [], []
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
     for index, kind in enumerate(types):
         if kind in (_CONTROL, _USER_DEFINED) and tokens[index]:
             added[index] = tokens[index]
@@ -159,9 +156,7 @@ def _special_id(metadata: Mapping[str, Any], name: str, vocab_size: int, path: s
     return int(value)
 
 
-def _eos_ids(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], path: str
-) -> tuple[int, ...]:
+def _eos_ids(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], path: str) -> tuple[int, ...]:
     named = [_special_id(metadata, name, len(tokens), path) for name in ("eos_token_id", "eot_token_id")]
     control = [i for i, kind in enumerate(types) if kind == _CONTROL and tokens[i] in _END_NAMES]
     return tuple(dict.fromkeys(i for i in [*named, *control] if i is not None))

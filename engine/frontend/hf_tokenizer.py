@@ -27,7 +27,7 @@ def hf_tokenizer(path: Path) -> Tokenizer:
         raise StartError(f"{path} does not exist; pass --tokenizer with the model's tokenizer.json")
     try:
         rust = RustTokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+    except Exception as error:  # the library raises nothing narrower
         raise StartError(f"{path} is not a tokenizer this version reads: {error}") from error
     rust.no_truncation()
     rust.no_padding()
@@ -79,8 +79,7 @@ def _spelling(description: Mapping[str, Any], path: Path) -> tuple[TokenToBytes,
         "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace",
     }:  # fmt: skip
         prepends = any(
-            decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never"
-            for decoder in decoders
+            decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never" for decoder in decoders
         )
         return sentencepiece_bytes, prepends or "Strip" in types
     raise StartError(

@@ -24,9 +24,7 @@ class Metrics:
         self.in_flight = Gauge(
             "preload_frontend_in_flight", "Sequences handed to the core or waiting for one", registry=registry
         )
-        self.queued = Gauge(
-            "preload_frontend_queued", "Sequences that wait to be admitted", registry=registry
-        )
+        self.queued = Gauge("preload_frontend_queued", "Sequences that wait to be admitted", registry=registry)
         self.prompt_tokens = Counter("preload_frontend_prompt_tokens", "Prompt tokens", registry=registry)
         self.output_tokens = Counter("preload_frontend_output_tokens", "Tokens sampled", registry=registry)
         self.first_token_s = Histogram(
@@ -47,9 +45,7 @@ class Metrics:
         self.resubmissions = Counter(
             "preload_frontend_resubmissions", "Sequences handed to a core after another died", registry=registry
         )
-        self.core_ready = Gauge(
-            "preload_frontend_core_ready", "1 while a core is serving", registry=registry
-        )
+        self.core_ready = Gauge("preload_frontend_core_ready", "1 while a core is serving", registry=registry)
 
     def render(self) -> bytes:
         """The text for /metrics."""

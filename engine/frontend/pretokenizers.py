@@ -53,6 +53,4 @@ def byte_level_pre_tokenizer(name: str) -> PreTokenizer:
     from tokenizers import Regex, pre_tokenizers
 
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence(
-        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

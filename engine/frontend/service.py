@@ -135,9 +135,7 @@ class Generation:
     def __post_init__(self) -> None:
         n = self.options.n
         for index in range(len(self.prompts) * n):
-            self.choices.append(
-                Choice(index, self.service.tokenizer, self.options.stop, self.options.min_tokens)
-            )
+            self.choices.append(Choice(index, self.service.tokenizer, self.options.stop, self.options.min_tokens))
             self._samples.append(
                 Sample(
                     request_id=f"{self.id}-{index}",

@@ -51,9 +51,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of `text`; `add_special` puts the model's own begin and end around them."""
-        ids: list[int] = self.rust.encode(
-            text, add_special_tokens=add_special and self.library_adds_special
-        ).ids
+        ids: list[int] = self.rust.encode(text, add_special_tokens=add_special and self.library_adds_special).ids
         if add_special and not self.library_adds_special:
             if self.add_bos and self.bos_id is not None:
                 ids.insert(0, self.bos_id)

@@ -31,7 +31,7 @@ class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: it would raise the signal again after the drain."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -51,9 +51,7 @@ async def serve_http(service: Service, listener: socket.socket, runner: asyncio.
     finally:
         notes.cancel()
     if runner.done() and not service.draining:
-        raise StartError(f"the supervisor of the engine core ended: {runner.exception()!r}") from (
-            runner.exception()
-        )
+        raise StartError(f"the supervisor of the engine core ended: {runner.exception()!r}") from (runner.exception())
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
