@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
+
+from preload.engine.errors import InternalDaemonError
 
 from .options import add_json, add_recipe, add_runtime_dir, recipe_of
+
+if TYPE_CHECKING:
+    from preload.engine.client import Control
+    from preload.engine.recipe import Recipe
+    from preload.protos import weight_cache_pb2 as pb
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,22 +24,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def load_with_progress(control: Control, checkpoint: str, recipe: Recipe, *, evict_lru: bool) -> pb.Generation:
+    """Shows a bar while a loader works; a generation that is resident already shows none. Raises PreloadError."""
+    from .render import ProgressBar
+
+    bar = ProgressBar("load")
+    try:
+        for event in control.load(checkpoint, recipe, evict_lru=evict_lru):
+            if event.WhichOneof("event") == "loaded":
+                return event.loaded
+            if event.progress.total_bytes:
+                bar.update(event.progress.phase, event.progress.done_bytes, event.progress.total_bytes)
+    finally:
+        bar.close()
+    raise InternalDaemonError(f"the load of {checkpoint} ended without a generation")
+
+
 def run(arguments: argparse.Namespace) -> int:
     from preload.engine.client import Control
 
     from .generations import generation_dict
-    from .render import ProgressBar, size
+    from .render import size
 
-    bar = ProgressBar("load")
-    loaded = None
     with Control(arguments.runtime_dir) as control:
-        for event in control.load(arguments.checkpoint, recipe_of(arguments), evict_lru=arguments.evict == "lru"):
-            if event.WhichOneof("event") == "loaded":
-                loaded = event.loaded
-            elif event.progress.total_bytes:
-                bar.update(event.progress.phase, event.progress.done_bytes, event.progress.total_bytes)
-    bar.close()
-    assert loaded is not None, "a load stream ends with the generation, or with an error"
+        evict_lru = arguments.evict == "lru"
+        loaded = load_with_progress(control, arguments.checkpoint, recipe_of(arguments), evict_lru=evict_lru)
     if arguments.json:
         print(json.dumps(generation_dict(loaded)))
     else:

@@ -50,8 +50,10 @@ class ProgressBar:
         self._is_terminal = self._stream.isatty()
         self._last_line_s = 0.0
         self._last_text = ""
+        self._is_shown = False
 
     def update(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        self._is_shown = True
         share = done_bytes / total_bytes if total_bytes else 0.0
         text = f"{self._label}: {phase} {size(done_bytes)} of {size(total_bytes)} ({share:.0%})"
         if self._is_terminal:
@@ -67,5 +69,5 @@ class ProgressBar:
         self._stream.flush()
 
     def close(self) -> None:
-        if self._is_terminal:
+        if self._is_terminal and self._is_shown:
             print(file=self._stream)

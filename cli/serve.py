@@ -1,0 +1,41 @@
+"""`preload serve`: an OpenAI-compatible server over resident weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from preload.engine.frontend.config import FrontendConfig
+
+from .options import add_options, given
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, FrontendConfig)
+    parser.add_argument(
+        "--load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make the checkpoint resident first if it is not (default: --load)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from preload.engine.frontend.server import run as serve
+
+    config = FrontendConfig(**given(arguments, FrontendConfig))
+    make_resident(config, arguments.load)
+    return serve(config)
+
+
+def make_resident(config: FrontendConfig, load: bool) -> None:
+    """Loads the configured checkpoint, or, told not to, raises what an attach would raise."""
+    from preload.engine.client import Control
+    from preload.engine.client.control import make_selector
+
+    with Control(config.runtime_dir or None) as control:
+        if not load:
+            control.check(make_selector(config.checkpoint, recipe=config.recipe()))
+            return
+        from .load import load_with_progress
+
+        load_with_progress(control, config.checkpoint, config.recipe(), evict_lru=False)
