@@ -40,7 +40,7 @@ def make_plan(targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BY
     places: dict[str, Place] = {}
     for target in targets:
         offset = _round_up(ends[-1], ALIGNMENT)
-        if ends[-1] > 0 and offset + target.num_bytes > max_segment_bytes:
+        if target.num_bytes > 0 and ends[-1] > 0 and offset + target.num_bytes > max_segment_bytes:
             ends.append(0)
             offset = 0
         places[target.name] = Place(len(ends) - 1, offset)

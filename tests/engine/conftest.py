@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +18,25 @@ import httpx
 import pytest
 
 FAKES = Path(__file__).parents[1] / "fakes"
+
+
+def _load_fake(name: str) -> Any:
+    """The module tests/fakes/<name>.py: the tests are no package, so it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location(f"fakes_{name}", FAKES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_loader_side = _load_fake("loader_side")
+loader = _loader_side.loader
+tiny_config = _loader_side.tiny_config
+tiny_weights = _loader_side.tiny_weights
+write_llama = _loader_side.write_llama
+gguf_bytes = _loader_side.gguf_bytes
 
 
 @dataclass
@@ -137,9 +157,7 @@ def start_frontend(
     """Starts frontends of a test's own; all are gone when it ends."""
     started: list[FrontendUnderTest] = []
 
-    def start(
-        behaviour: dict[str, Any] | None = None, wait_ready: bool = True, **config: Any
-    ) -> FrontendUnderTest:
+    def start(behaviour: dict[str, Any] | None = None, wait_ready: bool = True, **config: Any) -> FrontendUnderTest:
         started.append(prepare_frontend(behaviour, **config))
         return started[-1].start(wait_ready)
 
