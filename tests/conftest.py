@@ -37,10 +37,13 @@ def wait_for_fixture() -> Callable[..., Any]:
 
 @dataclass
 class DaemonUnderTest:
-    """A daemon process in its own runtime folder. `options` are words of its command line."""
+    """A daemon process in its own runtime folder. `options` are words of its command line.
+
+    `command` replaces `preload daemon`: a script of tests/fakes that takes the same options."""
 
     runtime_dir: Path
     options: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "preload.cli.main", "daemon"])
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,7 +57,7 @@ class DaemonUnderTest:
 
     def start(self, wait: bool = True) -> DaemonUnderTest:
         self.runtime_dir.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "preload.cli.main", "daemon", "--runtime-dir", str(self.runtime_dir)]
+        command = [*self.command, "--runtime-dir", str(self.runtime_dir)]
         if "--http-port" not in self.options:
             command += ["--http-port", "0"]
         with (self.runtime_dir / "daemon.log").open("ab") as log:
@@ -115,20 +118,33 @@ class DaemonUnderTest:
             raise
 
 
-@pytest.fixture
-def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonUnderTest]]:
-    """Starts daemons with options of their command line; all of them are gone when the test ends."""
-    daemons: list[DaemonUnderTest] = []
+@contextlib.contextmanager
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonUnderTest]]:
+    """Starts daemons with options of their command line; all of them are gone afterwards."""
+    started: list[DaemonUnderTest] = []
 
-    def make(*options: str, wait: bool = True) -> DaemonUnderTest:
+    def make(*options: str, wait: bool = True, **fields: Any) -> DaemonUnderTest:
         runtime_dir = tmp_path_factory.mktemp("run") / "preload"
-        daemons.append(DaemonUnderTest(runtime_dir, list(options)))
-        return daemons[-1].start(wait)
+        started.append(DaemonUnderTest(runtime_dir, list(options), **fields))
+        return started[-1].start(wait)
 
     yield make
-    for daemon in daemons:
+    for daemon in started:
         with contextlib.suppress(ProcessLookupError):
             daemon.stop()
+
+
+@pytest.fixture
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonUnderTest]]:
+    with daemons(tmp_path_factory) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonUnderTest]]:
+    """The same for a daemon that all tests of a module share."""
+    with daemons(tmp_path_factory) as make:
+        yield make
 
 
 @pytest.fixture
