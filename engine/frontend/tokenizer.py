@@ -22,7 +22,7 @@ _INLINE_CHARACTERS = 8192
 TokenToBytes = Callable[[str], bytes]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Tokenizer:
     """A vocabulary ready for use.
 
