@@ -1,0 +1,83 @@
+"""The main job, end to end: weights stay, the engine comes and goes.
+
+    python -m preload.bench.demo CHECKPOINT
+
+Starts a daemon in a private folder, loads the checkpoint, serves it, streams an answer, kills the engine core,
+streams another answer from the next core, and prints where the time went. Leaves no process and no memory behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+from preload.cli.render import milliseconds, size
+from preload.cli.timeline import Track, phase_table
+
+from .processes import PrivateDaemon, Server, wait_until
+from .restart import drop_page_cache, load, wait_for_phases
+
+_MAX_TOKENS = 24
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m preload.bench.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", help="checkpoint to show")
+    checkpoint = os.path.abspath(parser.parse_args().checkpoint)
+    with PrivateDaemon() as daemon:
+        say(f"daemon {daemon.pid} is up in {daemon.runtime_dir}")
+        drop_page_cache(checkpoint)
+        start_s = time.monotonic()
+        load_phases = load(daemon, checkpoint)
+        with daemon.control() as control:
+            resident_bytes = control.list().devices[0].resident_bytes
+        say(f"{os.path.basename(checkpoint)} is resident: {size(resident_bytes)}")
+        with Server(daemon, checkpoint) as server:
+            say(f"engine core {server.core_pid()} serves on http://127.0.0.1:{server.port}")
+            cold_s = ask(server, "What is the capital of France?", start_s)
+            cold = wait_for_phases(server)
+            victim = server.core_pid()
+            start_s = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            say(f"SIGKILL to engine core {victim}; the weights stay where they are")
+            warm_s = ask(server, "Name three colours.", start_s)
+            warm = wait_for_phases(server)
+            say(f"engine core {server.core_pid()} answered")
+    print()
+    print(phase_table([Track("cold: loader", load_phases), Track("cold: core", cold), Track("warm: core", warm)]))
+    print(f"\nfrom nothing resident to the first token: {milliseconds(cold_s)}")
+    print(f"from SIGKILL of the core to the first token of a new request: {milliseconds(warm_s)}")
+    return check_nothing_left(daemon, server)
+
+
+def say(text: str) -> None:
+    print(f"==> {text}", flush=True)
+
+
+def ask(server: Server, question: str, start_s: float) -> float:
+    """Streams one answer to stdout; returns the seconds from `start_s` to its first piece."""
+    first_s = 0.0
+    print(f"    user: {question}\n    model: ", end="", flush=True)
+    for text in server.stream_chat(question, _MAX_TOKENS):
+        first_s = first_s or time.monotonic() - start_s
+        print(text.replace("\n", "\n           "), end="", flush=True)
+    print(flush=True)
+    return first_s
+
+
+def check_nothing_left(daemon: PrivateDaemon, server: Server) -> int:
+    """1 if a process of the demo lives on, or its folder does."""
+    pids = [daemon.pid, server.child.pid]
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids) or None, "processes to end")
+    if daemon.folder.exists():
+        print(f"left behind: {daemon.folder}", file=sys.stderr)
+        return 1
+    say("all processes have ended, and the memory is free again")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

