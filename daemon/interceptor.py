@@ -15,9 +15,11 @@ from .errors import CacheError, InternalError
 log = logging.getLogger(__name__)
 
 ERROR_TRAILER = "preload-error-bin"
-_MAX_MESSAGE_CHARS = 1500
-_MAX_FIELD_CHARS = 1000
-"""Trailers travel as HTTP/2 headers, which are bounded at 8 KiB in sum by default."""
+_MAX_MESSAGE_BYTES = 1800
+_MAX_FIELD_BYTES = 1000
+_MAX_STATUS_BYTES = 900
+"""Trailers travel as HTTP/2 headers, of which we allow 16 KiB in sum: the error as it is, and the status's own text,
+in which every byte beyond ASCII takes three."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -76,16 +78,18 @@ def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: CacheError) -> NoReturn:
     info = wire.error_info(error)
-    info.message = _shorten(info.message, _MAX_MESSAGE_CHARS)
+    info.message = _shorten(info.message, _MAX_MESSAGE_BYTES)
     for key, value in info.fields.items():
-        info.fields[key] = _shorten(value, _MAX_FIELD_CHARS)
+        info.fields[key] = _shorten(value, _MAX_FIELD_BYTES)
     trailer = ((ERROR_TRAILER, info.SerializeToString()),)
-    await context.abort(error.status, info.message, trailing_metadata=trailer)
+    await context.abort(error.status, _shorten(info.message, _MAX_STATUS_BYTES), trailing_metadata=trailer)
     raise AssertionError("abort raises")
 
 
-def _shorten(text: str, limit: int) -> str:
+def _shorten(text: str, limit_bytes: int) -> str:
     """Keeps both ends: the start names the thing, the end holds a process's last words."""
-    if len(text) <= limit:
+    data = text.encode()
+    if len(data) <= limit_bytes:
         return text
-    return f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+    head, tail = data[: limit_bytes // 2], data[-limit_bytes // 2 :]
+    return f"{head.decode(errors='ignore')} … {tail.decode(errors='ignore')}"

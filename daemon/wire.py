@@ -18,9 +18,18 @@ from .leases import Event, Lease
 
 _ROLES = ("target", "draft")
 _MAX_CLIENT_CHARS = 200
+_MAX_PATH_BYTES = 4096
+_MAX_OVERRIDES_BYTES = 32 * 1024
+_MAX_NAME_BYTES = 100
+_MAX_PHASES = 100
+"""A request may have a mebibyte; what the daemon keeps of it, and passes to loaders in one packet, has less."""
 
 
 def recipe(message: pb.Recipe) -> Recipe:
+    """Raises BadRequestError on one that is too large to be meant."""
+    _require_size("config_overrides", message.config_overrides, _MAX_OVERRIDES_BYTES)
+    for key in ("model", "quantization", "compute_dtype"):
+        _require_size(key, getattr(message, key), _MAX_NAME_BYTES)
     return Recipe(
         model=message.model or "auto",
         quantization=message.quantization or "keep",
@@ -45,10 +54,17 @@ def rank(message: pb.Rank) -> Rank:
 
 
 def source(path: str, recipe_message: pb.Recipe, rank_message: pb.Rank) -> Source:
-    """Raises BadRequestError on a path that is not absolute."""
+    """Raises BadRequestError on a path that is not absolute, or too long for the system."""
+    _require_size("checkpoint path", path, _MAX_PATH_BYTES)
     if not os.path.isabs(path) or "\0" in path:
         raise BadRequestError(f"checkpoint path {path!r} is not absolute", {"path": path})
     return Source(os.path.normpath(path), recipe(recipe_message), rank(rank_message))
+
+
+def _require_size(what: str, text: str, limit_bytes: int) -> None:
+    size = len(text.encode())
+    if size > limit_bytes:
+        raise BadRequestError(f"{what} has {size:,} bytes; at most {limit_bytes:,} are allowed")
 
 
 def client_name(text: str) -> str:
@@ -56,7 +72,8 @@ def client_name(text: str) -> str:
 
 
 def phases(messages: Sequence[pb.Phase]) -> list[Phase]:
-    return [Phase(m.name, m.start_ns, m.end_ns) for m in messages]
+    """The first ones of a report, which is only shown and never needed: a holder cannot fill our memory with it."""
+    return [Phase(m.name[:_MAX_NAME_BYTES], m.start_ns, m.end_ns) for m in messages[:_MAX_PHASES]]
 
 
 def error_info(error: CacheError) -> pb.ErrorInfo:
