@@ -150,7 +150,11 @@ class Lease:
                 if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     continue
                 return self._refused(error)
+            self._stream.close()
             self._stream = stream
+            if self._closed.is_set():  # `close` may have missed this stream, and waits for our end
+                stream.close()
+                return False
             stream.send(self._report())
             self._emit(LeaseEvent("reclaimed", str(self.attached.epoch)))
             return True
