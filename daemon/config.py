@@ -8,10 +8,12 @@ allow_uids = [1000]
 [[models]]
 checkpoint = "/models/smollm2.gguf"
 quantization = "keep"
+config_overrides = { rope_theta = 1e6 }
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tomllib
@@ -73,8 +75,14 @@ def read_config(path: str, overrides: dict[str, Any], layout_version: int) -> Da
     if unknown:
         raise BadRequestError(f"configuration {path}: unknown table {sorted(unknown)[0]!r}")
     settings = _settings(path, table.get("daemon", {}))
+    if not isinstance(table.get("daemon", {}), dict) or not _is_list_of_tables(table.get("models", [])):
+        raise BadRequestError(f"configuration {path}: it has one table [daemon] and any number of [[models]]")
     models = tuple(_model(path, entry, layout_version) for entry in table.get("models", []))
     return replace(DaemonConfig(**{**settings, **overrides}), models=models)
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def _settings(path: str, table: dict[str, Any]) -> dict[str, Any]:
@@ -103,11 +111,18 @@ def _model(path: str, entry: dict[str, Any], layout_version: int) -> Source:
     checkpoint = entry.get("checkpoint", "")
     if not isinstance(checkpoint, str) or not os.path.isabs(checkpoint):
         raise BadRequestError(f"configuration {path}: models.checkpoint must be an absolute path")
-    recipe = Recipe(
-        model=entry.get("model", "auto"),
-        quantization=entry.get("quantization", "keep"),
-        compute_dtype=entry.get("compute_dtype", "float32"),
-        config_overrides=entry.get("config_overrides", ""),
-        layout_version=layout_version,
-    )
+    names = {"model": "auto", "quantization": "keep", "compute_dtype": "float32"}
+    for key in names:
+        names[key] = entry.get(key, names[key])
+        if not isinstance(names[key], str):
+            raise BadRequestError(f"configuration {path}: models.{key} must be a string")
+    overrides = entry.get("config_overrides", {})
+    if not isinstance(overrides, dict):
+        raise BadRequestError(f"configuration {path}: models.config_overrides must be a table of keys to replace")
+    # Engines send canonical JSON, and recipes are compared as text.
+    try:
+        text = json.dumps(overrides, sort_keys=True, separators=(",", ":"), ensure_ascii=False) if overrides else ""
+    except TypeError as error:
+        raise BadRequestError(f"configuration {path}: models.config_overrides: {error}") from error
+    recipe = Recipe(**names, config_overrides=text, layout_version=layout_version)
     return Source(os.path.normpath(checkpoint), recipe, Rank())
