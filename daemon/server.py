@@ -47,11 +47,11 @@ def run(config: DaemonConfig) -> int:
     os.umask(0o077)
     runtime_dir = _prepare_runtime_dir(config.runtime_dir)
     with _lock(runtime_dir):
-        asyncio.run(_serve(config, runtime_dir))
-    return 0
+        return asyncio.run(_serve(config, runtime_dir))
 
 
-async def _serve(config: DaemonConfig, runtime_dir: Path) -> None:
+async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
+    """The exit code: 0 after a signal, 1 if the port of the probes is taken."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -70,30 +70,34 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> None:
     server.add_insecure_port(f"unix:{runtime_dir / 'daemon.sock'}")
 
     await server.start()
-    background = [asyncio.create_task(handover.serve()), asyncio.create_task(_serve_http(http, stop))]
+    probes = asyncio.create_task(_serve_http(http, stop))
+    background = [asyncio.create_task(handover.serve())]
     background += [asyncio.create_task(_load_on_boot(cache, metrics, source)) for source in config.models]
     await health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
     log.info("epoch %d serves at %s with %s", cache.epoch, runtime_dir, _describe_limit(cache))
 
     await stop.wait()
     log.info("draining")
-    await health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await health.enter_graceful_shutdown()
     await cache.drain()
     await server.stop(grace=config.drain_timeout_s)
     http.should_exit = True
-    for task in (background[0], *background[2:]):
+    for task in background:
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     handover.close()
+    return 0 if await probes else 1
 
 
-async def _serve_http(http: HttpServer, stop: asyncio.Event) -> None:
-    """A port that is taken ends the daemon: an operator who asked for probes must not go without."""
+async def _serve_http(http: HttpServer, stop: asyncio.Event) -> bool:
+    """False if the port is taken, which ends the daemon: an operator who asked for probes must not go without."""
     try:
         await http.serve()
+        return True
     except SystemExit:
         log.error("cannot listen on %s:%d; choose another --http-port", http.config.host, http.config.port)
         stop.set()
+        return False
 
 
 async def _load_on_boot(cache: WeightCache, metrics: Metrics, source: Source) -> None:
