@@ -59,24 +59,28 @@ class WeightCache:
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
         self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
-        self.residency = Residency(self.catalog, self.leases, self.ledger)
+        self.residency = Residency(self.catalog, self.leases, self.ledger, frozenset(config.models))
         self.loads = Loads(self.catalog, self.residency, self.ledger, config)
 
-    async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress, None]:
-        """Yields progress until the source is resident and READY. Raises CacheError."""
+    async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
+        """Yields progress until the source is resident, and its generation last. Raises CacheError."""
         self._require_serving()
         require_device(device)
         receipts.require_path(source.path)
-        if not self.loads.is_loading(source) and await self._is_resident(source):
-            return
-        pinned = source in self.config.models
-        async with aclosing(self.loads.join(source, device, evict_lru, pinned)) as steps:
-            async for progress in steps:
-                yield progress
+        if not self.loads.is_loading(source):
+            resident = await self._if_resident(source)
+            self._require_serving()
+            if resident is not None:
+                yield resident
+                return
+        async with aclosing(self.loads.join(source, device, evict_lru)) as steps:
+            async for step in steps:
+                yield step
 
     async def attach(self, selector: Selector, pid: int, client: str) -> tuple[Lease, bytes]:
         """A lease on a READY generation, and the ticket for its descriptors. Raises CacheError."""
         generation = await self.resolve(selector)
+        self._require_serving()
         self.catalog.touch(generation)
         return self.leases.grant(generation, pid, client)
 
@@ -85,6 +89,8 @@ class WeightCache:
         self._require_serving()
         if selector.source is not None:
             receipts.require_path(selector.source.path)
+            if self.loads.is_loading(selector.source):
+                raise self._absence(selector.source)
             generation = await self._resident(selector.source)
             if generation is None:
                 raise self._absence(selector.source)
@@ -92,12 +98,13 @@ class WeightCache:
             generation = self.find(selector)
         return _require_ready(generation)
 
-    async def _is_resident(self, source: Source) -> bool:
+    async def _if_resident(self, source: Source) -> Generation | None:
+        """Files that cannot be hashed cannot be loaded either: the load says why, and leaves a FAILED generation."""
         try:
-            return await self._resident(source) is not None
-        except CheckpointChangedError as changed:
-            log.info("loading anew: %s", changed.message)
-            return False
+            return await self._resident(source)
+        except CacheError as error:
+            log.info("loading anew: %s", error.message)
+            return None
 
     async def _resident(self, source: Source) -> Generation | None:
         """The READY generation that holds what is on disk at the source now, proved by receipts or by hashing.
@@ -153,8 +160,10 @@ class WeightCache:
             return self.catalog.by_digest(selector.digest, selector.recipe, selector.rank)
         assert selector.source is not None
         bound = self.catalog.bound(selector.source)
-        generation = self.catalog.attempt(selector.source) or (bound and bound[0])
-        if not generation:
+        generation = self.catalog.attempt(selector.source)
+        if bound and (generation is None or (generation.state, bound[0].state) == (State.FAILED, State.READY)):
+            generation = bound[0]
+        if generation is None:
             raise NotResidentError(
                 f"{selector.source.path} is not known here with this recipe", {"path": selector.source.path}
             )
@@ -163,7 +172,6 @@ class WeightCache:
     async def evict(self, selector: Selector) -> tuple[Generation, bool]:
         """Ends a generation in whatever state; True if its memory is back already. Raises CacheError."""
         generation = self.find(selector)
-        generation.pinned = False
         if generation.state is State.LOADING:
             task = self.loads.cancel(generation, "evicted")
             if task is not None:
@@ -180,7 +188,7 @@ class WeightCache:
         generation = _require_ready(self.find(selector))
         lease, _ = self.leases.grant(generation, 0, "verify")
         try:
-            source = self.catalog.sources(generation)[0]
+            source = self.catalog.names(generation)[0]
             async with aclosing(self.loads.verify(generation, source)) as steps:
                 async for step in steps:
                     if isinstance(step, VerifyResult) and step.corrupted:

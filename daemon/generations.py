@@ -115,7 +115,6 @@ class Generation:
     load_phases: list[Phase] = field(default_factory=list)
     num_attaches: int = 0
     last_used: int = 0
-    pinned: bool = False
 
     @property
     def resident_bytes(self) -> int:
@@ -163,12 +162,12 @@ class Catalog:
     def __iter__(self) -> Iterator[Generation]:
         return iter(list(self._generations.values()))
 
-    def begin(self, source: Source, device: str, pinned: bool) -> Generation:
+    def begin(self, source: Source, device: str) -> Generation:
         """A new LOADING generation; an earlier failure of the same source is forgotten."""
         previous = self._attempts.get(source)
         if previous is not None and previous.state is State.FAILED:
             self.remove(previous)
-        generation = Generation(next(self._serials), source.recipe, source.rank, device, pinned=pinned)
+        generation = Generation(next(self._serials), source.recipe, source.rank, device)
         self._generations[generation.serial] = generation
         self._attempts[source] = generation
         return generation
@@ -194,9 +193,13 @@ class Catalog:
     def bound(self, source: Source) -> tuple[Generation, list[Receipt]] | None:
         return self._receipts.get(source)
 
+    def names(self, generation: Generation) -> list[Source]:
+        """The sources that were proved to hold this generation, and not another since."""
+        return [s for s, (g, _) in self._receipts.items() if g is generation]
+
     def sources(self, generation: Generation) -> list[Source]:
-        attempts = [s for s, g in self._attempts.items() if g is generation]
-        return [s for s, (g, _) in self._receipts.items() if g is generation] or attempts
+        """Its names; for one that has none, because it is not READY, what it was loaded from."""
+        return self.names(generation) or [s for s, g in self._attempts.items() if g is generation]
 
     def receipts(self, generation: Generation) -> list[Receipt]:
         found = {r.path: r for g, receipts in self._receipts.values() if g is generation for r in receipts}
@@ -219,7 +222,11 @@ class Catalog:
         found = [
             g
             for g in self
-            if g.manifest and g.manifest.checkpoint_digest == digest and (g.recipe, g.rank) == (recipe, rank)
+            if g.manifest
+            and g.manifest.checkpoint_digest == digest
+            and g.rank == rank
+            # Another spelling of the recipe may have led here as well: "auto" and the family's name.
+            and recipe in {g.recipe, *(source.recipe for source in self.names(g))}
         ]
         live = [g for g in found if g.state is State.READY] or found
         if not live:

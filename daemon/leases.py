@@ -68,6 +68,10 @@ class LeaseBook:
         self._leases.pop(lease.id, None)
         self._tickets = {t: v for t, v in self._tickets.items() if v[0] is not lease}
 
+    def revoke_tickets(self, generation: Generation) -> None:
+        """From now on nobody maps it; who does already keeps its lease."""
+        self._tickets = {t: v for t, v in self._tickets.items() if v[0].generation is not generation}
+
     def of(self, generation: Generation) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.generation is generation]
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 MAX_PACKET_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 16
 _MAX_STDERR_LINES = 40
+_MAX_STDERR_LINE_CHARS = 500
 _EXIT_DEADLINE_S = 30.0
 
 
@@ -59,7 +60,11 @@ class LoaderProcess:
             theirs.close()
         ours.setblocking(False)
         loader = LoaderProcess(process, ours)
-        loader.send(job, fds)
+        try:
+            loader.send(job, fds)
+        except BaseException:
+            await loader.stop()
+            raise
         return loader
 
     @property
@@ -99,7 +104,7 @@ class LoaderProcess:
     async def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         async for raw in _lines(self._process.stderr):
-            line = raw.decode(errors="replace").rstrip()
+            line = raw.decode(errors="replace").rstrip()[:_MAX_STDERR_LINE_CHARS]
             self._stderr.append(line)
             log.warning("loader %d: %s", self.pid, line)
 

@@ -48,11 +48,20 @@ class _Load:
     evict_lru: bool
     task: asyncio.Task[Generation] = field(init=False)
     num_callers: int = 0
+    is_running: bool = False
     cancel_reason: str = ""
     reserved_bytes: int = 0
     segments: list[HostSegment] = field(default_factory=list)
     tables: tuple[bytes, bytes] | None = None
     phases: list[Phase] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Digest:
+    """One loader that hashes a source's files for as many callers as wait for it."""
+
+    task: asyncio.Task[tuple[str, str, list[Receipt]]]
+    num_callers: int = 0
 
 
 class Loads:
@@ -64,23 +73,24 @@ class Loads:
         self._ledger = ledger
         self._config = config
         self._loads: dict[Source, _Load] = {}
-        self._digests: dict[Source, asyncio.Task[tuple[str, str, list[Receipt]]]] = {}
+        self._digests: dict[Source, _Digest] = {}
         self._loaders = asyncio.Semaphore(config.max_loaders)
 
-    async def join(
-        self, source: Source, device: str, evict_lru: bool, pinned: bool
-    ) -> AsyncGenerator[Progress, None]:
-        """Progress of the source's load, which is started if there is none; ends when it is resident.
+    async def join(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
+        """Progress of the source's load, which is started if there is none; the last item is its generation.
 
         Raises what the load failed with. When the last caller leaves, the load is cancelled."""
-        load = self._loads.get(source) or self._start(source, device, evict_lru, pinned)
+        while (load := self._loads.get(source)) and load.cancel_reason:
+            await asyncio.wait({load.task})  # others gave it up: we wait for its end and begin anew
+        load = load or self._start(source, device, evict_lru)
         load.num_callers += 1
         try:
             while not load.task.done():
                 yield replace(load.generation.progress)
                 await asyncio.wait({load.task}, timeout=_PROGRESS_INTERVAL_S)
-            load.task.result()
+            generation = load.task.result()
             yield replace(load.generation.progress)
+            yield generation
         finally:
             load.num_callers -= 1
             if load.num_callers == 0:
@@ -103,8 +113,8 @@ class Loads:
             self._cancel(load, reason)
         await asyncio.gather(*(load.task for load in loads), return_exceptions=True)
 
-    def _start(self, source: Source, device: str, evict_lru: bool, pinned: bool) -> _Load:
-        load = _Load(source, self._catalog.begin(source, device, pinned), evict_lru)
+    def _start(self, source: Source, device: str, evict_lru: bool) -> _Load:
+        load = _Load(source, self._catalog.begin(source, device), evict_lru)
         self._loads[source] = load
         load.task = asyncio.create_task(self._run(load))
         # Callers may all be gone when it fails; the failure is kept in the generation.
@@ -114,11 +124,15 @@ class Loads:
     def _cancel(self, load: _Load, reason: str) -> None:
         if not load.task.done() and not load.cancel_reason:
             load.cancel_reason = reason
-            load.task.cancel()
+            if load.is_running:  # a task cancelled before its first step would never reach its own clean-up
+                load.task.cancel()
 
     async def _run(self, load: _Load) -> Generation:
         """The whole life of one load. Raises CacheError."""
+        load.is_running = True
         try:
+            if load.cancel_reason:
+                raise asyncio.CancelledError
             async with self._loaders:
                 await self._run_loader(load)
             return self._commit(load)
@@ -199,15 +213,21 @@ class Loads:
         return self._residency.commit(load.generation, load.source, manifest, segments, load.phases, receipts)
 
     async def digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
-        """Re-reads the files of a source: (checkpoint digest, resolved recipe, receipts). Shared by callers.
-
-        Raises CacheError."""
-        task = self._digests.get(source)
-        if task is None:
-            task = self._digests[source] = asyncio.create_task(self._run_digest(source))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            task.add_done_callback(lambda _: self._digests.pop(source, None))
-        return await asyncio.shield(task)
+        """Re-reads the files of a source: (checkpoint digest, resolved recipe, receipts). Shared by callers;
+        ended with the last of them. Raises CacheError."""
+        digest = self._digests.get(source)
+        if digest is None:
+            digest = self._digests[source] = _Digest(asyncio.create_task(self._run_digest(source)))
+            digest.task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        digest.num_callers += 1
+        try:
+            return await asyncio.shield(digest.task)
+        finally:
+            digest.num_callers -= 1
+            if digest.num_callers == 0:
+                digest.task.cancel()
+                if self._digests.get(source) is digest:
+                    del self._digests[source]
 
     async def _run_digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
         async with self._loaders:

@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 class Residency:
     """Moves generations through their states and keeps the ledger true."""
 
-    def __init__(self, catalog: Catalog, leases: LeaseBook, ledger: Ledger) -> None:
+    def __init__(self, catalog: Catalog, leases: LeaseBook, ledger: Ledger, configured: frozenset[Source]) -> None:
         self._catalog = catalog
         self._leases = leases
         self._ledger = ledger
+        self._configured = configured
 
     def commit(
         self,
@@ -52,13 +53,14 @@ class Residency:
     def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> None:
         """Ties a source to its content; a generation that lost its last source this way retires."""
         previous = self._catalog.bind(source, generation, receipts)
-        if previous and previous.state is State.READY and not self._catalog.sources(previous):
+        if previous and previous.state is State.READY and not self._catalog.names(previous):
             self._leases.notify(previous, Event.SUPERSEDED, generation.id)
             self.retire(previous)
 
     def fail(self, generation: Generation, failure: CacheError) -> None:
         """→ FAILED(reason): memory back, kept in the catalog so that an operator sees why."""
         log.error("generation %s FAILED: %s", generation.id[:12] or f"#{generation.serial}", failure.message)
+        self._leases.revoke_tickets(generation)
         self._ledger.free(generation.fail(failure))
         self._catalog.forget_old_failures()
 
@@ -90,7 +92,13 @@ class Residency:
 
     def _evictable(self) -> list[Generation]:
         """Models of the configuration are not evicted for others."""
-        return [g for g in self._catalog if g.state is State.READY and not g.pinned and not self._leases.of(g)]
+        return [
+            g
+            for g in self._catalog
+            if g.state is State.READY
+            and self._configured.isdisjoint(self._catalog.names(g))
+            and not self._leases.of(g)
+        ]
 
     def _free_if_unused(self, generation: Generation) -> bool:
         if generation.state is not State.RETIRING or self._leases.of(generation):

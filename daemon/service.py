@@ -42,9 +42,11 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
         evict_lru = request.evict == pb.EVICT_POLICY_LRU
         with self._metrics.load():
             async with aclosing(self._cache.load(source, request.device or "host", evict_lru)) as steps:
-                async for progress in steps:
-                    yield pb.LoadEvent(progress=wire.progress_message(progress))
-        yield pb.LoadEvent(loaded=self._describe(self._cache.find(Selector(source=source))))
+                async for step in steps:
+                    if isinstance(step, Progress):
+                        yield pb.LoadEvent(progress=wire.progress_message(step))
+                    else:
+                        yield pb.LoadEvent(loaded=self._describe(step))
 
     async def Attach(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context

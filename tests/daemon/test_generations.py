@@ -20,7 +20,7 @@ F32 = Recipe("auto", "f32", "float32", "", 1)
 
 def ready(catalog: Catalog, path: str = "/m", recipe: Recipe = KEEP, digest: str = "d") -> Generation:
     source = Source(path, recipe, Rank())
-    generation = catalog.begin(source, "host", False)
+    generation = catalog.begin(source, "host")
     segment = HostSegment.allocate(4096, "test")
     segment.seal()
     generation.commit(Manifest(b"", digest, f"resolved {recipe.quantization}", (4096,), 1), [segment], [])
@@ -35,7 +35,7 @@ def test_identity_is_the_hash_of_content_and_recipe() -> None:
 
 
 def test_generation_without_commit_has_no_identity_and_no_memory() -> None:
-    generation = Catalog().begin(Source("/m", KEEP, Rank()), "host", False)
+    generation = Catalog().begin(Source("/m", KEEP, Rank()), "host")
     assert (generation.state, generation.id, generation.resident_bytes) == (State.LOADING, "", 0)
 
 
@@ -80,14 +80,14 @@ def test_binding_a_source_anew_returns_what_it_held_before() -> None:
 def test_a_new_load_forgets_the_failure_of_the_same_source() -> None:
     catalog = Catalog()
     source = Source("/m", KEEP, Rank())
-    catalog.begin(source, "host", False).fail(LoaderDiedError("gone"))
-    catalog.begin(source, "host", False)
+    catalog.begin(source, "host").fail(LoaderDiedError("gone"))
+    catalog.begin(source, "host")
     assert [g.state for g in catalog] == [State.LOADING]
 
 
 def test_old_failures_are_forgotten() -> None:
     catalog = Catalog()
     for number in range(Catalog.MAX_FAILED + 5):
-        catalog.begin(Source(f"/m{number}", KEEP, Rank()), "host", False).fail(LoaderDiedError("gone"))
+        catalog.begin(Source(f"/m{number}", KEEP, Rank()), "host").fail(LoaderDiedError("gone"))
         catalog.forget_old_failures()
     assert len(list(catalog)) == Catalog.MAX_FAILED
