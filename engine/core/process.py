@@ -66,6 +66,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     """From imports to the end of the drain. Raises PreloadError if it cannot start."""
+    # OpenMP reads this once, when torch is loaded. Its default is to spin at the end of every parallel loop, which
+    # on shared CPUs (two cores during an update, a neighbour in the container) makes steps tens of times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from preload.engine.client import attach
