@@ -35,8 +35,12 @@ class FrontendConfig:
     model: str = field(
         default="auto", metadata={"help": "model family, such as llama (auto: from the configuration)"}
     )
-    quantization: str = field(default="keep", metadata={"help": "keep, bf16, f32, int8_per_channel or int4_group32"})
-    compute_dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16"})
+    quantization: str = field(
+        default="keep", metadata={"help": "resident form of the weights", "choices": QUANTIZATIONS}
+    )
+    compute_dtype: str = field(
+        default="float32", metadata={"help": "dtype of activations and KV cache", "choices": COMPUTE_DTYPES}
+    )
     config_overrides: str = field(
         default="", metadata={"help": "JSON object that replaces keys of the model's configuration"}
     )

@@ -15,8 +15,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from preload.engine.core.config import CoreConfig
 from preload.engine.errors import PreloadError
@@ -26,32 +27,39 @@ from .config import FrontendConfig
 from .core_process import CoreCommand, CoreProcess
 from .errors import StartError
 
+if TYPE_CHECKING:
+    from .service import Service
+
 _BACKLOG = 2048
 
 
-def run(config: FrontendConfig, *, core_command: CoreCommand | None = None) -> int:
+def run(config: FrontendConfig, *, timeline: Timeline | None = None, core_command: CoreCommand | None = None) -> int:
     """Serves until SIGTERM or SIGINT. Returns 0 after a drain, 1 when it cannot start (the reason on stderr).
 
-    `core_command` replaces the command line of the engine core. Call it from the main thread.
+    `timeline` holds the phases of this process so far; without one, all of them count as "exec". `core_command`
+    replaces the command line of the engine core. Call it from the main thread.
     """
-    timeline = Timeline()
-    timeline.add("exec", _process_start_ns())
+    if timeline is None:
+        timeline = Timeline()
+        timeline.add("exec", process_start_ns())
     try:
-        asyncio.run(_serve(config, core_command or _core_command(config), timeline))
+        asyncio.run(_serve(config, core_command or make_core_command(config), timeline))
     except (StartError, PreloadError) as error:
         print(f"preload serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _process_start_ns() -> int:
+def process_start_ns() -> int:
     """When this process was started, on CLOCK_MONOTONIC, from /proc; good to 10 ms."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - now_ns())
 
 
-def _core_command(config: FrontendConfig) -> CoreCommand:
+def make_core_command(config: FrontendConfig) -> CoreCommand:
+    """The command line of an engine core for this configuration. Raises RequestError on an impossible one."""
+
     def command(socket_path: str, spawned_at_ns: int) -> list[str]:
         core = CoreConfig(
             runtime_dir=config.runtime_dir,
@@ -77,23 +85,34 @@ def _core_command(config: FrontendConfig) -> CoreCommand:
 
 
 async def _serve(config: FrontendConfig, command: CoreCommand, timeline: Timeline) -> None:
-    with contextlib.ExitStack() as stack:
+    with _listen(config) as listener:
+        async with running_service(config, command, timeline) as (service, runner):
+            from .web_server import serve_http
+
+            await serve_http(service, listener, runner)
+
+
+@contextlib.asynccontextmanager
+async def running_service(
+    config: FrontendConfig, command: CoreCommand, timeline: Timeline
+) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
+    """The service with its supervisor's task; the core is being started when it is given, and gone afterwards.
+
+    Raises StartError."""
+    with _private_folder(config.runtime_dir) as socket_dir:
         with timeline.phase("spawn"):
-            socket_dir = stack.enter_context(_private_folder(config.runtime_dir))
-            listener = stack.enter_context(_listen(config))
             first_core = CoreProcess(0, socket_dir)
             await first_core.start(command)
         try:
             with timeline.phase("imports"):
                 from .assembly import build_service
-                from .web_server import serve_http
             service = build_service(config, command, socket_dir, timeline)
         except BaseException:
             await first_core.kill()
             raise
         runner = asyncio.create_task(service.supervisor.run(first_core))
         try:
-            await serve_http(service, listener, runner)
+            yield service, runner
         finally:
             await service.supervisor.stop(runner)
 
@@ -116,14 +135,17 @@ def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def _private_folder(runtime_dir: str) -> Iterator[str]:
     """A folder of mode 0700 for the sockets of cores, removed at the end."""
+    if not runtime_dir:
+        from preload.engine.client.channel import default_runtime_dir
+
+        runtime_dir = default_runtime_dir()
     prefix = "frontend-"
     try:
-        if runtime_dir:
-            os.makedirs(runtime_dir, mode=0o700, exist_ok=True)
-            _remove_left_behind(Path(runtime_dir), prefix)
-        folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=runtime_dir or None)
+        os.makedirs(runtime_dir, mode=0o700, exist_ok=True)
+        _remove_left_behind(Path(runtime_dir), prefix)
+        folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=runtime_dir)
     except OSError as error:
-        raise StartError(f"cannot make a folder in {runtime_dir or 'the temporary folder'}: {error}") from error
+        raise StartError(f"cannot make a folder in {runtime_dir}: {error}") from error
     try:
         yield folder
     finally:
