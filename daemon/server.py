@@ -70,6 +70,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
     server.add_insecure_port(f"unix:{runtime_dir / 'daemon.sock'}")
 
     await server.start()
+    os.chmod(runtime_dir / "daemon.sock", 0o600)  # the umask left it the owner's alone, but with the x bit
     probes = asyncio.create_task(_serve_http(http, stop))
     background = [asyncio.create_task(handover.serve())]
     background += [asyncio.create_task(_load_on_boot(cache, metrics, source)) for source in config.models]
