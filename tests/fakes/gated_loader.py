@@ -1,9 +1,9 @@
 """The real loader, held up or made to misbehave by files in the folder that is its first argument.
 
-    stop_at   a number: once so many bytes are read, the next read waits until this file is gone
-    waiting   written by the loader while it waits: its process id
-    lie       the manifest gets a wrong digest for its first tensor, as if memory had changed after the commit
-    crash     says its content on stderr and exits with status 3 instead of loading
+stop_at   a number: once so many bytes are read, the next read waits until this file is gone
+waiting   written by the loader while it waits: its process id
+lie       the manifest gets a wrong digest for its first tensor, as if memory had changed after the commit
+crash     says its content on stderr and exits with status 3 instead of loading
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A process that holds a lease. Lines on stdin drive it; answers and lease events leave as JSON lines on stdout.
 
-    holder.py '{"runtime_dir": …, "checkpoint": …, "recipe": {…}, "tensors": "buffers"}'
+holder.py '{"runtime_dir": …, "checkpoint": …, "recipe": {…}, "tensors": "buffers"}'
 
-    touch        reads every byte of every tensor
-    digest NAME  answers with the BLAKE3 of a tensor
-    write NAME   writes through a torch tensor, of which it should die
-    private      answers with the bytes of private memory, the segments' mappings aside
-    phases       reports a phase to the daemon
-    close        gives the lease back and stays
+touch        reads every byte of every tensor
+digest NAME  answers with the SHA-256 of a tensor
+write NAME   writes through a torch tensor, of which it should die
+private      answers with the bytes of private memory, the segments' mappings aside
+phases       reports a phase to the daemon
+close        gives the lease back and stays
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`preload daemon` with what its command line does not offer: another loader, and deadlines short enough to test.
 
-    run_daemon.py '{"loader_command": [...], "open_deadline_s": 0.2, "handover_deadline_s": 0.2}' --runtime-dir …
+run_daemon.py '{"loader_command": [...], "open_deadline_s": 0.2, "handover_deadline_s": 0.2}' --runtime-dir …
 """
 
 from __future__ import annotations
