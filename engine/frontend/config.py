@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from preload.engine.errors import RequestError
-from preload.engine.recipe import Recipe, parse_overrides
+from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
 
 MAX_SEQUENCES_PER_REQUEST = 128
 """Prompts times `n` of one HTTP request."""
