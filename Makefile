@@ -1,5 +1,6 @@
 # make demo     the main job, end to end, on a real model
 # make test     all tests but the ones that need a GPU
+# make bench    how long attaching and restarting take
 # make lint     ruff, mypy, import-linter, check-protos
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test test-all lint format protos check-protos setup clean
+.PHONY: demo test bench lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -25,10 +26,11 @@ demo: setup
 	$(BIN)/python -m preload.bench.demo $(MODEL)
 
 test: setup
-	$(BIN)/pytest -m "not gpu and not slow"
-
-test-all: setup
 	$(BIN)/pytest -m "not gpu"
+
+bench: setup
+	$(BIN)/preload bench attach
+	$(BIN)/preload bench restart
 
 lint: setup check-protos typing-links
 	$(BIN)/ruff check .
