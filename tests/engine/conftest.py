@@ -33,3 +33,12 @@ prepare_frontend = _frontend_side.prepare_frontend
 wait_for_session = _frontend_side.wait_for_session
 start_frontend = _frontend_side.start_frontend
 frontend = _frontend_side.frontend
+
+_core_side = _load_fake("core_side")
+tiny_model = _core_side.tiny_model
+tiny = _core_side.tiny
+few_threads = _core_side.few_threads
+make_core = _core_side.make_core_fixture
+make_request = _core_side.make_request_fixture
+run_core = _core_side.run_core_fixture
+demo_weights = _core_side.demo_weights
