@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -81,7 +81,7 @@ class Chat:
         head = self._head(generation, "chat.completion")
         return {**head, "choices": choices, "usage": generation.usage()}
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
         generation = await self._start()
         head = self._head(generation, "chat.completion.chunk")

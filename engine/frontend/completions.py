@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -69,7 +69,7 @@ class Completion:
         ]
         return {**self._head(generation), "choices": choices, "usage": generation.usage()}
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
         options = self._asked.options
         generation, echoes = await self._start()

@@ -6,7 +6,6 @@ JSON's `null` counts as absent, as in OpenAI's API. Booleans are never numbers.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ def parse_object(body: bytes) -> Fields:
     """The request body as fields. Raises BadRequestError unless it is one JSON object."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
+        _refuse_half_characters(body, value)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
@@ -26,6 +26,12 @@ def parse_object(body: bytes) -> Fields:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_half_characters(body: bytes, value: object) -> None:
+    """JSON can spell half of a surrogate pair, which is no text: no tokenizer takes it, no answer can hold it."""
+    if b"\\ud" in body.lower():
+        json.dumps(value, ensure_ascii=False).encode()
 
 
 def _kind(value: object) -> str:
@@ -80,7 +86,7 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(name, "a number", value)
-        if not (math.isfinite(value) and low <= value <= high):
+        if not low <= value <= high:  # also what is not finite
             raise out_of_range(name, low, high, value)
         return float(value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -91,11 +91,10 @@ class Answer(Response):
 class EventStream(Response):
     """A response of server-sent events, ended by `data: [DONE]`.
 
-    `events` is entered before the first byte is sent, so that a refusal at that point is an ordinary response; a
-    refusal later is sent as an event.
+    A refusal before the first event is an ordinary response; a later one is sent as an event.
     """
 
-    def __init__(self, events: Callable[[], AsyncIterator[dict[str, Any]]]) -> None:
+    def __init__(self, events: Callable[[], AsyncGenerator[dict[str, Any], None]]) -> None:
         super().__init__()
         self._events = events
 
@@ -116,7 +115,7 @@ class EventStream(Response):
                 raise
             await send(_event(to_json(error.body())))
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
         await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

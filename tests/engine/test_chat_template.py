@@ -26,6 +26,9 @@ BLOCKS = """{%- set names = {'user': 'U', 'assistant': 'A'} %}
 {{ names[message.role] }}: {{ message['content'] | trim | tojson }}
     {% endfor %}
 {{ extra | tojson(indent=2) }}
+{% generation %}
+{% set inner = 'said' %}{{ inner }}
+{% endgeneration %}
 {% if add_generation_prompt %}A:{% endif %}
 """
 

@@ -53,6 +53,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1] * 9000}, "prompt"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature"),
+    ({"prompt": "a", "seed": 10**400}, "seed"),
     ({"prompt": "a", "temperature": 1e400}, "temperature"),
     ({"prompt": "a", "top_p": 0}, "top_p"),
     ({"prompt": "a", "top_p": 1.1}, "top_p"),
@@ -132,7 +134,19 @@ def test_a_request_over_the_model_s_length_has_openai_s_code(frontend: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"prompt": NaN}', b"[" * 100_000], ids=lambda b: str(b[:12])
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"\xff",
+        b'{"prompt": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda b: str(b[:12]),
 )
 def test_a_body_that_is_no_json_object_is_refused(frontend: Any, body: bytes) -> None:
     response = frontend.post(COMPLETION, content=body)
@@ -143,6 +157,7 @@ def test_a_body_that_is_no_json_object_is_refused(frontend: Any, body: bytes) ->
 @pytest.mark.parametrize(
     "harmless",
     [
+        {"messages": [{"role": "user", "content": "\U0001f9a9"}]},
         {"user": "me", "unknown_field": {"x": 1}},
         {"tools": [], "response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "none"},
         {"n": None, "stop": None, "temperature": None, "logit_bias": None, "stream_options": None},
@@ -167,9 +182,7 @@ def test_an_unknown_path_is_404_and_a_wrong_method_405(frontend: Any) -> None:
     assert wrong.headers["allow"] == "POST"
 
 
-def test_a_template_s_own_refusal_reaches_the_client(
-    start_frontend: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_template_s_own_refusal_reaches_the_client(start_frontend: Callable[..., Any], tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('roles must alternate') }}")
     frontend = start_frontend(chat_template=str(template))
