@@ -146,13 +146,13 @@ def _selector(message: pb.Selector) -> Selector:
     match message.WhichOneof("by"):
         case "checkpoint_path":
             return Selector(source=wire.source(message.checkpoint_path, message.recipe, message.rank))
-        case "checkpoint_digest":
+        case "checkpoint_digest" if message.checkpoint_digest:
             return Selector(
                 digest=message.checkpoint_digest,
                 recipe=wire.recipe(message.recipe),
                 rank=wire.rank(message.rank),
             )
-        case "generation_id":
+        case "generation_id" if message.generation_id:
             return Selector(generation_id=message.generation_id)
     raise BadRequestError("the selector names neither a checkpoint nor a generation")
 
