@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -70,7 +70,7 @@ class Filler:
         """
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="fill")
         try:
-            futures: set[Future[None]] = {pool.submit(self._process, step) for step in self._resolved.steps}
+            futures: set[Future[None]] = {pool.submit(self._guarded, step) for step in self._resolved.steps}
             while futures:
                 done, futures = wait(futures, PROGRESS_SECONDS, FIRST_EXCEPTION)
                 for future in done:
@@ -81,12 +81,22 @@ class Filler:
             pool.shutdown(cancel_futures=True)
         return self._filled
 
+    def _guarded(self, step: Step) -> None:
+        """An error stops the other threads at their next piece, not only when the caller hears of it."""
+        try:
+            self._process(step)
+        except BaseException:
+            self._stopped = True
+            raise
+
     def _process(self, step: Step) -> None:
         hashers = [blake3() for _ in step.targets]
         source = blake3()
         offsets = [0] * len(step.targets)
         hashes_targets = self._plan is not None and (step.converts or step.permuted_head_dim > 0)
         for stored, outputs in self._pieces(step):
+            if self._stopped:
+                return
             source.update(stored)
             for index, data in enumerate(outputs()):
                 if hashes_targets:
@@ -95,8 +105,6 @@ class Filler:
                 offsets[index] += len(data)
             with self._lock:
                 self._done_bytes += len(stored)
-            if self._stopped:
-                return
         digest = source.digest()
         self._filled.source_digests[step.source.name] = digest
         for target, hasher in zip(step.targets, hashers, strict=True):
@@ -161,13 +169,3 @@ def _permuter(step: Step, stored: memoryview, num_row_bytes: int) -> Callable[[]
         return [memoryview(result)]
 
     return permute
-
-
-def check_equal(resolved: Resolved, digests: Mapping[str, bytes]) -> None:
-    """Raises CheckpointError if tied weights that are stored twice differ."""
-    from .resolve import tied_but_different
-
-    if resolved.equal_sources is not None:
-        head, embedding = resolved.equal_sources
-        if digests[head.name] != digests[embedding.name]:
-            raise tied_but_different(head, embedding)

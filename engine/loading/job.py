@@ -15,10 +15,10 @@ from preload.protos import loader_pb2, weight_cache_pb2
 
 from .control import Control, DaemonGoneError, make_memfd
 from .digests import checkpoint_digest
-from .fill import Filled, Filler, check_equal, write_to_segments
+from .fill import Filled, Filler, write_to_segments
 from .plan import Plan, make_manifest, make_plan
 from .receipts import make_receipts
-from .resolve import open_and_resolve
+from .resolve import check_tied, open_and_resolve
 from .steps import Resolved
 from .verify import read_manifest, verify
 
@@ -92,7 +92,7 @@ def _read(
     total_bytes = resolved.num_source_bytes
     filler = Filler(resolved, plan, write_to_segments(fds) if plan else None)
     filled = filler.run(num_threads, lambda done_bytes: control.progress(phase, done_bytes, total_bytes))
-    check_equal(resolved, filled.source_digests)
+    check_tied(resolved, filled.source_digests)
     return filled
 
 

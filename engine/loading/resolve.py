@@ -7,6 +7,8 @@ names file and tensor. Decides layouts; converts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from preload.engine.errors import CheckpointError, RequestError
 from preload.engine.models.configs import apply_overrides, spec_from_config
 from preload.engine.models.gguf_config import config_from_gguf
@@ -201,11 +203,19 @@ def _tied_sources(stored: dict[str, TensorInfo]) -> tuple[TensorInfo, TensorInfo
         return None
     head, embedding = stored[LM_HEAD], stored[EMBEDDING]
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        raise tied_but_different(head, embedding)
+        raise _tied_but_different(head, embedding)
     return head, embedding
 
 
-def tied_but_different(head: TensorInfo, embedding: TensorInfo) -> CheckpointError:
+def check_tied(resolved: Resolved, digests: Mapping[str, bytes]) -> None:
+    """Raises CheckpointError if tied weights that are stored twice differ. `digests`: by stored name."""
+    if resolved.equal_sources is not None:
+        head, embedding = resolved.equal_sources
+        if digests[head.name] != digests[embedding.name]:
+            raise _tied_but_different(head, embedding)
+
+
+def _tied_but_different(head: TensorInfo, embedding: TensorInfo) -> CheckpointError:
     return fault(
         head.file.path,
         f"differs from {embedding.name}, though tie_word_embeddings is true; set tie_word_embeddings=false if "

@@ -257,9 +257,11 @@ def test_tied_weights_that_differ_are_refused(
     assert outcome.failed.fields["tensor"] == "lm_head.weight"
 
 
-def test_rope_divisors_of_gguf_are_kept_as_a_buffer(
-    loader: Any, tmp_path: Path, tiny_config: Any, tiny_weights: Any, gguf_bytes: Callable[..., bytes]
-) -> None:
+@pytest.fixture
+def tiny_gguf(
+    tmp_path: Path, tiny_config: Any, tiny_weights: Any, gguf_bytes: Callable[..., bytes]
+) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+    """A GGUF with attention biases and rope divisors, and its weights in Hugging Face's row order."""
     names = {EMBEDDING: "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     for layer in range(2):
         for ours, theirs in (
@@ -267,23 +269,50 @@ def test_rope_divisors_of_gguf_are_kept_as_a_buffer(
             ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("mlp.up_proj", "ffn_up"),
             ("post_attention_layernorm", "ffn_norm"), ("mlp.gate_proj", "ffn_gate"), ("mlp.down_proj", "ffn_down"),
         ):  # fmt: skip
-            names[f"model.layers.{layer}.{ours}.weight"] = f"blk.{layer}.{theirs}.weight"
-    weights = tiny_weights({**tiny_config, "tie_word_embeddings": True})
-    tensors = [(names[name], array.shape[::-1], 0, array.tobytes(), None) for name, array in weights.items()]
-    freqs = np.linspace(1, 8, 8, dtype=np.float32)
-    tensors.append(("rope_freqs.weight", (8,), 0, freqs.tobytes(), None))
+            for kind in ("weight", "bias"):
+                names[f"model.layers.{layer}.{ours}.{kind}"] = f"blk.{layer}.{theirs}.{kind}"
+    weights = tiny_weights({**tiny_config, "tie_word_embeddings": True, "attention_bias": True})
+
+    def as_stored(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if "q_proj" not in name and "k_proj" not in name:
+            return array
+        return array.reshape(-1, 2, 8, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+    tensors = [
+        (names[name], array.shape[::-1], 0, as_stored(name, array).tobytes(), None) for name, array in weights.items()
+    ]
+    weights["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
+    tensors.append(("rope_freqs.weight", (8,), 0, weights["rope_freqs.weight"].tobytes(), None))
     pairs = {"general.architecture": (8, struct.pack("<Q", 5) + b"llama")}
     for key, value in {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
                        "attention.head_count": 4, "attention.head_count_kv": 2}.items():  # fmt: skip
         pairs[f"llama.{key}"] = (4, struct.pack("<I", value))
     path = tmp_path / "tiny.gguf"
     path.write_bytes(gguf_bytes(tensors, pairs))
-    outcome = loader.load(path, Recipe(compute_dtype="bfloat16"))
+    return path, weights
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_rows_of_gguf_are_back_in_order_and_rope_divisors_are_a_buffer(
+    compute_dtype: str, loader: Any, tiny_gguf: tuple[Path, dict[str, np.ndarray[Any, Any]]]
+) -> None:
+    path, weights = tiny_gguf
+    outcome = loader.load(path, Recipe(compute_dtype=compute_dtype))
     assert_consistent(outcome)
-    entry = outcome.entry("rope_freqs.weight")
-    assert (entry.dtype, entry.kind) == ("float32", weight_cache_pb2.TENSOR_KIND_BUFFER)
-    assert outcome.raw("rope_freqs.weight") == freqs.tobytes()
-    outcome = loader.load(path, Recipe(config_overrides={"rope_scaling": {"rope_type": "linear", "factor": 2}}))
+    for name, expected in weights.items():
+        is_vector = expected.ndim == 1 and name != "rope_freqs.weight"
+        assert outcome.entry(name).dtype == (compute_dtype if is_vector else "float32")
+        bound = ERROR_BOUND["bf16"] if is_vector and compute_dtype == "bfloat16" else 0.0
+        assert relative_error(weight(outcome, name), expected) <= bound, name
+    assert outcome.entry("rope_freqs.weight").kind == weight_cache_pb2.TENSOR_KIND_BUFFER
+
+
+def test_rope_divisors_and_a_scaling_override_exclude_each_other(
+    loader: Any, tiny_gguf: tuple[Path, dict[str, np.ndarray[Any, Any]]]
+) -> None:
+    overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2}}
+    outcome = loader.load(tiny_gguf[0], Recipe(config_overrides=overrides))
+    assert outcome.returncode == 1
     assert "would scale it twice" in outcome.failed.message
 
 
