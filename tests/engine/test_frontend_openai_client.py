@@ -85,9 +85,7 @@ def test_a_chat_answer_follows_the_template_and_ends_at_the_end_of_turn(client: 
 
 
 def test_a_streamed_chat_answer_adds_up_to_the_whole_one(client: openai.OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0, stream=True)
-    )
+    chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -139,18 +137,14 @@ def test_a_stop_string_across_tokens_is_never_shown(client: openai.OpenAI, strea
 
 
 def test_text_held_back_for_a_stop_string_that_never_comes_is_shown(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=5, temperature=0, stop=[" is not"]
-    )
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, temperature=0, stop=[" is not"])
     assert answer.choices[0].text == PROMPT
     assert answer.choices[0].finish_reason == "length"
 
 
 def test_a_stop_id_ends_the_text_before_it(client: openai.OpenAI) -> None:
     extra = {"stop_token_ids": [4649]}
-    answer = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=50, temperature=0, extra_body=extra
-    )
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=50, temperature=0, extra_body=extra)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("The capital of", "stop")
 
 
