@@ -1,0 +1,88 @@
+"""Settings of a core, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preload.engine.core import memory
+from preload.engine.core.config import CoreConfig
+from preload.engine.core.memory import available_bytes, num_kv_blocks, resolve_max_model_len
+from preload.engine.errors import CoreError, RequestError
+from preload.engine.models.spec import RopeSpec
+
+SIZES = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160, "max_num_seqs": 4}
+
+
+def test_a_configuration_survives_json_and_every_field_has_help() -> None:
+    config = CoreConfig(checkpoint="/x y", config_overrides={"rope_theta": 1.5}, max_num_seqs=3, spawned_at_ns=7)
+    assert CoreConfig.from_json(config.to_json()) == config
+    assert all(field.metadata["help"] for field in fields(CoreConfig))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "list, not an object"),
+        ('{"max_seqs": 1}', "unknown settings of the core: max_seqs"),
+        ('{"max_num_seqs": 0}', "max_num_seqs is 0"),
+        ('{"token_budget": 10}', "less than max_num_seqs"),
+        ('{"kv_cache_bytes": -1}', "kv_cache_bytes is -1"),
+    ],
+)
+def test_impossible_configurations_are_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        CoreConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [
+        (200_000, 20),  # a tenth
+        (50_000, 11),  # at least one sequence of full length
+        (10_000_000, 41),  # at most all sequences of full length
+    ],
+)
+def test_the_kv_cache_takes_a_share_within_its_bounds(
+    monkeypatch: pytest.MonkeyPatch, available: int, expected: int
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    assert num_kv_blocks(kv_cache_bytes=0, **SIZES) == expected
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CoreError, match=r"10999 bytes .* 160 tokens, which needs 11000"):
+        num_kv_blocks(kv_cache_bytes=10_999, **SIZES)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10_999)
+    with pytest.raises(CoreError, match=r"needs a KV cache of 11000 bytes, and 10999"):
+        num_kv_blocks(kv_cache_bytes=0, **SIZES)
+    assert num_kv_blocks(kv_cache_bytes=12_500, **SIZES) == 12
+
+
+def test_a_control_group_limits_what_is_available(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/pod/app\n")
+    (root / "pod" / "app").mkdir(parents=True)
+    assert available_bytes(proc, root) == 8000 * 1024
+    (root / "pod" / "app" / "memory.max").write_text("max\n")
+    (root / "pod" / "memory.max").write_text("5000000\n")
+    (root / "pod" / "memory.current").write_text("3000000\n")
+    (root / "pod" / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
+    assert available_bytes(proc, root) == 2_400_000
+
+
+def test_the_model_length_is_the_models_unless_asked_and_never_more(tiny: Any) -> None:
+    assert resolve_max_model_len(0, tiny.spec) == 64
+    assert resolve_max_model_len(10, tiny.spec) == 10
+    assert resolve_max_model_len(0, replace(tiny.spec, max_position_embeddings=131072)) == 8192
+    assert resolve_max_model_len(131072, replace(tiny.spec, max_position_embeddings=131072)) == 131072
+    with pytest.raises(CoreError, match="max_model_len 65 is more than the model's 64"):
+        resolve_max_model_len(65, tiny.spec)
+    dynamic = replace(tiny.spec, rope=RopeSpec(scaling="dynamic", parameters={"factor": 2.0}))
+    assert resolve_max_model_len(100, dynamic) == 100
