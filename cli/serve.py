@@ -20,11 +20,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from preload.engine.frontend.server import process_start_ns
     from preload.engine.frontend.server import run as serve
+    from preload.engine.timeline import Timeline
 
+    timeline = Timeline()
+    timeline.add("exec", process_start_ns())
     config = FrontendConfig(**given(arguments, FrontendConfig))
-    make_resident(config, arguments.load)
-    return serve(config)
+    with timeline.phase("load"):
+        make_resident(config, arguments.load)
+    return serve(config, timeline=timeline)
 
 
 def make_resident(config: FrontendConfig, load: bool) -> None:

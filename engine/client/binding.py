@@ -10,6 +10,7 @@ import math
 import mmap
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from preload.engine.errors import ManifestError, RequestError
@@ -23,97 +24,95 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of every dtype a manifest may name."""
 
-_Maker = Callable[[mmap.mmap, pb.Tensor], Any]
+Maker = Callable[[str, tuple[int, ...], tuple[int, ...], int, int], Any]
+"""(dtype, shape, stride in elements, segment, offset in bytes) → a view; segment −1 for a tensor without elements."""
 
 
 def bind(manifest: pb.Manifest, segments: Sequence[mmap.mmap], kind: str) -> dict[str, Any]:
     """Every tensor of a manifest by name, as "torch" tensors, "numpy" arrays or read-only "buffers" (memoryviews of
     bytes). Raises ManifestError naming a tensor that does not fit, RequestError on another kind."""
-    makers: dict[str, Callable[[], Callable[[pb.Tensor], Any]]] = {
-        "torch": lambda: _torch_maker(segments),
-        "numpy": lambda: _numpy_maker(segments),
-        "buffers": lambda: _buffer_maker(segments),
+    makers: dict[str, Callable[[Sequence[mmap.mmap]], Maker]] = {
+        "torch": _torch_maker,
+        "numpy": _numpy_maker,
+        "buffers": _buffer_maker,
     }
     if kind not in makers:
         raise RequestError(f"unknown kind of tensors {kind!r}; known are {', '.join(makers)}")
-    make = makers[kind]()
+    make = makers[kind](segments)
     sizes = [len(segment) for segment in segments]
     tensors = {}
     for tensor in manifest.tensors:
-        _check_bounds(tensor, sizes)
-        tensors[tensor.name] = make(tensor)
+        # Each field is read once: with ten thousand tensors, reading a message is what this loop costs.
+        name, dtype, shape = tensor.name, tensor.dtype, tuple(tensor.shape)
+        segment, offset, num_bytes = tensor.segment, tensor.offset, tensor.num_bytes
+        item_bytes = ITEM_BYTES.get(dtype)
+        if item_bytes is None:
+            raise ManifestError(f"tensor {name} has the unknown dtype {dtype!r}")
+        num_elements, stride = _contiguous(shape)
+        if num_elements * item_bytes != num_bytes or tensor.stride:
+            raise ManifestError(f"tensor {name}: {num_bytes} bytes do not hold a contiguous {dtype}{list(shape)}")
+        if not num_bytes:
+            segment = -1
+        elif segment >= len(sizes) or offset + num_bytes > sizes[segment] or offset % item_bytes:
+            raise ManifestError(f"tensor {name} lies outside its segment, or is not aligned")
+        tensors[name] = make(dtype, shape, stride, segment, offset)
     return tensors
 
 
-def _check_bounds(tensor: pb.Tensor, segment_bytes: Sequence[int]) -> None:
-    item_bytes = ITEM_BYTES.get(tensor.dtype)
-    if item_bytes is None:
-        raise ManifestError(f"tensor {tensor.name} has the unknown dtype {tensor.dtype!r}")
-    num_bytes = tensor.num_bytes
-    if math.prod(tensor.shape) * item_bytes != num_bytes or tensor.stride:
-        raise ManifestError(f"tensor {tensor.name}: {num_bytes} bytes do not hold {tensor.dtype}{list(tensor.shape)}")
-    if num_bytes and (
-        tensor.segment >= len(segment_bytes)
-        or tensor.offset + num_bytes > segment_bytes[tensor.segment]
-        or tensor.offset % item_bytes
-    ):
-        raise ManifestError(f"tensor {tensor.name} lies outside its segment, or is not aligned")
-
-
-def _torch_maker(segments: Sequence[mmap.mmap]) -> Callable[[pb.Tensor], Any]:
+def _torch_maker(segments: Sequence[mmap.mmap]) -> Maker:
     import torch
 
-    typed: dict[tuple[int, str], torch.Tensor] = {}
+    bases: dict[tuple[int, str], torch.Tensor] = {}
 
-    def base(index: int, dtype: str) -> torch.Tensor:
-        view = typed.get((index, dtype))
-        if view is None:
-            with warnings.catch_warnings():
-                # The mapping is read-only on purpose; torch has no read-only tensors and says so.
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                view = torch.frombuffer(segments[index], dtype=getattr(torch, dtype))
-            typed[index, dtype] = view
+    def base(segment: int, dtype: str) -> torch.Tensor:
+        with warnings.catch_warnings():
+            # The mapping is read-only on purpose; torch has no read-only tensors and says so.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            view = torch.frombuffer(segments[segment], dtype=getattr(torch, dtype))
+        bases[segment, dtype] = view
         return view
 
-    def make(tensor: pb.Tensor) -> torch.Tensor:
-        shape = tuple(tensor.shape)
-        if not tensor.num_bytes:
-            return torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-        stride = _contiguous(shape)
-        return base(tensor.segment, tensor.dtype).as_strided(shape, stride, tensor.offset // ITEM_BYTES[tensor.dtype])
+    def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> torch.Tensor:
+        if segment < 0:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        view = bases.get((segment, dtype))
+        if view is None:
+            view = base(segment, dtype)
+        return view.as_strided(shape, stride, offset // ITEM_BYTES[dtype])
 
     return make
 
 
-def _numpy_maker(segments: Sequence[mmap.mmap]) -> Callable[[pb.Tensor], Any]:
+def _numpy_maker(segments: Sequence[mmap.mmap]) -> Maker:
     import numpy as np
 
-    def make(tensor: pb.Tensor) -> Any:
+    def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> Any:
         # numpy has no bfloat16 and no float8: their bits come as unsigned integers of the same width.
-        known = hasattr(np, tensor.dtype) or tensor.dtype == "bool"
-        dtype = np.dtype(tensor.dtype if known else f"uint{8 * ITEM_BYTES[tensor.dtype]}")
-        shape = tuple(tensor.shape)
-        if not tensor.num_bytes:
-            return np.empty(shape, dtype)
-        return np.ndarray(shape, dtype, segments[tensor.segment], tensor.offset)
+        known = hasattr(np, dtype) or dtype == "bool"
+        np_dtype = np.dtype(dtype if known else f"uint{8 * ITEM_BYTES[dtype]}")
+        if segment < 0:
+            return np.empty(shape, np_dtype)
+        return np.ndarray(shape, np_dtype, segments[segment], offset)
 
     return make
 
 
-def _buffer_maker(segments: Sequence[mmap.mmap]) -> Callable[[pb.Tensor], Any]:
+def _buffer_maker(segments: Sequence[mmap.mmap]) -> Maker:
     views = [memoryview(segment) for segment in segments]
 
-    def make(tensor: pb.Tensor) -> memoryview:
-        if not tensor.num_bytes:
+    def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> memoryview:
+        if segment < 0:
             return memoryview(b"")
-        return views[tensor.segment][tensor.offset : tensor.offset + tensor.num_bytes]
+        return views[segment][offset : offset + math.prod(shape) * ITEM_BYTES[dtype]]
 
     return make
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+@cache
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Number of elements and row-major strides of a shape; models repeat few shapes."""
     stride, strides = 1, [1] * len(shape)
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = stride
         stride *= shape[axis]
-    return tuple(strides)
+    return stride, tuple(strides)
