@@ -74,9 +74,9 @@ def read_config(path: str, overrides: dict[str, Any], layout_version: int) -> Da
     unknown = set(table) - {"daemon", "models"}
     if unknown:
         raise BadRequestError(f"configuration {path}: unknown table {sorted(unknown)[0]!r}")
-    settings = _settings(path, table.get("daemon", {}))
     if not isinstance(table.get("daemon", {}), dict) or not _is_list_of_tables(table.get("models", [])):
         raise BadRequestError(f"configuration {path}: it has one table [daemon] and any number of [[models]]")
+    settings = _settings(path, table.get("daemon", {}))
     models = tuple(_model(path, entry, layout_version) for entry in table.get("models", []))
     return replace(DaemonConfig(**{**settings, **overrides}), models=models)
 

@@ -9,11 +9,14 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from preload.protos import weight_cache_pb2
+
 from . import wire
 from .errors import CacheError, InternalError
 
 log = logging.getLogger(__name__)
 
+_OUR_METHODS = f"/{weight_cache_pb2.DESCRIPTOR.services_by_name['WeightCache'].full_name}/"
 ERROR_TRAILER = "preload-error-bin"
 _MAX_MESSAGE_BYTES = 1800
 _MAX_FIELD_BYTES = 1000
@@ -23,7 +26,8 @@ in which every byte beyond ASCII takes three."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps every handler. A CacheError is an answer; anything else is a bug, logged with its traceback."""
+    """Wraps every handler of ours; those of grpc.health are of another kind. A CacheError is an answer; anything
+    else is a bug, logged with its traceback."""
 
     async def intercept_service(
         self,
@@ -31,7 +35,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None or not str(handler_call_details.method).startswith(_OUR_METHODS):
             return handler
         if handler.unary_unary:
             return handler._replace(unary_unary=_guard_unary(handler.unary_unary))
