@@ -42,7 +42,9 @@ def test_list_tells_of_the_daemon_and_its_device(daemon: Any, raw_checkpoint: Pa
     assert device.resident_bytes == sum(g.resident_bytes for g in listed.generations)
 
 
-def test_describe_has_manifest_leases_and_receipts(daemon: Any, raw_checkpoint: Path, hold: Callable[..., Any]) -> None:
+def test_describe_has_manifest_leases_and_receipts(
+    daemon: Any, raw_checkpoint: Path, hold: Callable[..., Any]
+) -> None:
     loaded = daemon.load(raw_checkpoint, model="raw")
     hold(daemon, raw_checkpoint, recipe={"model": "raw"})
     with daemon.control() as control:
@@ -191,9 +193,7 @@ def test_check_answers_with_the_id_and_takes_no_lease(daemon: Any, raw_checkpoin
     assert after.leases == []
 
 
-def test_check_of_an_unknown_device_says_so(
-    daemon: Any, raw_checkpoint: Path, stub_of: Callable[[Any], Any]
-) -> None:
+def test_check_of_an_unknown_device_says_so(daemon: Any, raw_checkpoint: Path, stub_of: Callable[[Any], Any]) -> None:
     loaded = daemon.load(raw_checkpoint, model="raw")
     selector = pb.Selector(generation_id=loaded.id)
     answer = stub_of(daemon).Check(pb.CheckRequest(selector=selector, device="GPU-0"), timeout=60)

@@ -79,7 +79,9 @@ def scene(
     make_daemon: Callable[..., Any], gate: Any, raw_checkpoint: Path, hold: Callable[..., Any],
     start_load: Callable[..., Any],
 ) -> Scene:  # fmt: skip
-    return Scene(make_daemon("--drain-timeout-s", "0.2", command=gate.command()), gate, raw_checkpoint, hold, start_load)
+    return Scene(
+        make_daemon("--drain-timeout-s", "0.2", command=gate.command()), gate, raw_checkpoint, hold, start_load
+    )
 
 
 @pytest.mark.parametrize(
