@@ -1,0 +1,235 @@
+"""The core as a process: attached to a real daemon, over its real socket, until it is killed or drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from preload.engine.core.config import CoreConfig
+from preload.engine.timeline import now_ns
+from preload.protos import engine_core_pb2 as pb
+from preload.protos import engine_core_pb2_grpc as pb_grpc
+
+TIMEOUT_S = 60
+PHASES = ["exec", "imports", "attach", "build", "kv_cache", "warm_up", "ready"]
+
+
+class CoreUnderTest:
+    """One core process and a channel to it."""
+
+    def __init__(self, config: CoreConfig, log: Path) -> None:
+        self.config = config
+        self.log = log
+        command = [sys.executable, "-m", "preload.engine.core", "--config-json", config.to_json()]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        self.channel = grpc.insecure_channel(
+            f"unix:{config.socket_path}", options=[("grpc.max_reconnect_backoff_ms", 100)]
+        )
+        self.stub = pb_grpc.EngineCoreStub(self.channel)
+
+    def serving(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            answer = health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.RpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def generate(self, prompt: list[int], **sampling: Any) -> list[int]:
+        params = pb.SamplingParams(**{"max_tokens": 8, **sampling})
+        request = pb.AddRequest(request_id="r", prompt_ids=prompt, sampling=params)
+        stream = self.stub.Generate(iter([pb.CoreRequest(add=request)]), timeout=TIMEOUT_S)
+        return [t for step in stream for output in step.outputs for t in output.token_ids]
+
+    def stats(self) -> pb.StatsResponse:
+        return self.stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
+
+    def end(self) -> None:
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_core(tmp_path: Path, wait_for: Any) -> Iterator[Callable[..., CoreUnderTest]]:
+    cores: list[CoreUnderTest] = []
+
+    def start(daemon: Any, wait: bool = True, **settings: Any) -> CoreUnderTest:
+        number = len(cores)
+        config = CoreConfig(
+            runtime_dir=str(daemon.runtime_dir),
+            socket_path=str(tmp_path / f"core{number}.sock"),
+            num_threads=1,
+            spawned_at_ns=now_ns(),
+            **settings,
+        )
+        cores.append(CoreUnderTest(config, tmp_path / f"core{number}.log"))
+        if wait:
+            wait_for(cores[-1].serving, "the core to serve")
+        return cores[-1]
+
+    yield start
+    for core in cores:
+        core.end()
+
+
+@pytest.fixture
+def checkpoint(tiny: Any, tmp_path: Path) -> Path:
+    tiny.oracle.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_a_core_serves_reports_its_phases_and_drains_on_sigterm(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any, wait_for: Any
+) -> None:
+    generation = daemon.load(checkpoint)
+    core = start_core(daemon, checkpoint=str(checkpoint))
+    assert [phase.name for phase in core.stats().phases] == PHASES
+    assert core.generate([1, 2, 3]) == tiny.greedy([1, 2, 3], 8)
+    stats = core.stats()
+    assert [phase.name for phase in stats.phases] == [*PHASES, "first_token"]
+    assert all(phase.end_ns >= phase.start_ns > 0 for phase in stats.phases)
+    assert (stats.generation_id, stats.pid) == (generation.id, core.process.pid)
+    assert (stats.weights_bytes, stats.max_model_len) == (generation.resident_bytes, 64)
+
+    def reported() -> bool:
+        leases = [lease for lease in daemon.generations()[0].leases if lease.pid == core.process.pid]
+        return [phase.name for phase in leases[0].phases] == [*PHASES, "first_token"]
+
+    wait_for(reported, "the daemon to know the core's phases")
+    core.process.send_signal(signal.SIGTERM)
+    assert core.process.wait(TIMEOUT_S) == 0
+    wait_for(lambda: not daemon.generations()[0].leases, "the lease to end")
+
+
+def test_a_core_attaches_by_generation_id_and_knows_its_limits(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any
+) -> None:
+    generation = daemon.load(checkpoint, quantization="bf16")
+    core = start_core(daemon, generation_id=generation.id, max_model_len=32, block_size=8, max_num_seqs=2)
+    stats = core.stats()
+    assert (stats.max_model_len, stats.block_size, stats.max_num_seqs) == (32, 8, 2)
+    assert stats.num_kv_blocks == 2 * 32 / 8
+    assert len(core.generate([5], max_tokens=100)) == 31
+
+
+def test_a_core_goes_on_while_its_daemon_is_gone_and_back(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any
+) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, checkpoint=str(checkpoint))
+    daemon.kill()
+    assert core.generate([1, 2, 3]) == tiny.greedy([1, 2, 3], 8)
+    daemon.start()
+    assert core.generate([4, 5], max_tokens=5) == tiny.greedy([4, 5], 5)
+    assert core.process.poll() is None
+
+
+def test_a_drain_over_the_wire_ends_the_process_with_0(daemon: Any, checkpoint: Path, start_core: Any) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, checkpoint=str(checkpoint))
+    core.stub.Drain(pb.DrainRequest(deadline_ms=5000), timeout=TIMEOUT_S)
+    assert core.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_core_that_cannot_attach_says_why_in_one_line(
+    daemon: Any, checkpoint: Path, raw_checkpoint: Path, start_core: Any
+) -> None:
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint))
+    assert core.process.wait(TIMEOUT_S) == 3
+    assert core.log.read_text().count("\n") == 1
+    assert str(checkpoint) in core.log.read_text()
+    generation = daemon.load(raw_checkpoint, model="raw")
+    raw = start_core(daemon, wait=False, generation_id=generation.id)
+    assert raw.process.wait(TIMEOUT_S) == 3
+    assert "without a model" in raw.log.read_text()
+
+
+def test_a_core_whose_cache_cannot_hold_one_sequence_says_the_numbers(
+    daemon: Any, checkpoint: Path, start_core: Any
+) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint), kv_cache_bytes=1000)
+    assert core.process.wait(TIMEOUT_S) == 3
+    assert "KV cache of 1000 bytes" in core.log.read_text()
+
+
+def test_a_wrong_configuration_ends_with_2_and_names_the_setting() -> None:
+    command = [sys.executable, "-m", "preload.engine.core", "--config-json", '{"bogus": 1}']
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 2
+    assert "bogus" in ended.stderr
+
+
+def test_a_core_dies_with_its_parent(daemon: Any, checkpoint: Path, tmp_path: Path, wait_for: Any) -> None:
+    daemon.load(checkpoint)
+    socket_path = tmp_path / "core.sock"
+    config = CoreConfig(
+        runtime_dir=str(daemon.runtime_dir), checkpoint=str(checkpoint), socket_path=str(socket_path), num_threads=1
+    )
+    script = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'preload.engine.core', '--config-json', sys.argv[1]])\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    command = [sys.executable, "-c", script, config.to_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        wait_for(socket_path.exists, "the core to listen")
+        parent.kill()
+    wait_for(lambda: _gone(child), "the core to die with its parent")
+
+
+def _gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has reaped yet has."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_core_whose_parent_is_gone_already_does_not_start(daemon: Any, checkpoint: Path, start_core: Any) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint), parent_pid=os.getppid())
+    assert core.process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
+def test_a_broken_invariant_ends_the_process_with_a_traceback(
+    daemon: Any, checkpoint: Path, start_core: Any, tmp_path: Path
+) -> None:
+    daemon.load(checkpoint)
+    config = CoreConfig(
+        runtime_dir=str(daemon.runtime_dir), checkpoint=str(checkpoint), socket_path=str(tmp_path / "b.sock"),
+        num_threads=1,
+    )  # fmt: skip
+    script = (
+        "import sys\n"
+        "from preload.engine.core import core, process\n"
+        "def broken(self): raise AssertionError('block 7 is owned twice')\n"
+        "core.EngineCore.step = broken\n"
+        "process.main(1, ['--config-json', sys.argv[1]])\n"
+    )
+    command = [sys.executable, "-c", script, config.to_json()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with grpc.insecure_channel(f"unix:{config.socket_path}") as channel:
+            request = pb.CoreRequest(add=pb.AddRequest(request_id="r", prompt_ids=[1]))
+            stream = pb_grpc.EngineCoreStub(channel).Generate(iter([request]), timeout=TIMEOUT_S, wait_for_ready=True)
+            with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                next(stream)
+        assert process.wait(TIMEOUT_S) == 1
+        assert process.stderr is not None
+        assert "block 7 is owned twice" in process.stderr.read()
