@@ -27,6 +27,7 @@ tiny_config = _loader_side.tiny_config
 tiny_weights = _loader_side.tiny_weights
 write_llama = _loader_side.write_llama
 gguf_bytes = _loader_side.gguf_bytes
+write_gguf = _loader_side.write_gguf
 
 _frontend_side = _load_fake("frontend_side")
 prepare_frontend = _frontend_side.prepare_frontend

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from preload.engine.loading.gguf_types import GGUF_TYPES
 from preload.engine.quantization import COMPANIONS, dequantize
 from preload.engine.recipe import Recipe
 from preload.protos import loader_pb2, weight_cache_pb2
@@ -258,38 +258,12 @@ def test_tied_weights_that_differ_are_refused(
 
 
 @pytest.fixture
-def tiny_gguf(
-    tmp_path: Path, tiny_config: Any, tiny_weights: Any, gguf_bytes: Callable[..., bytes]
-) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+def tiny_gguf(write_gguf: Any, tiny_config: Any, tiny_weights: Any) -> tuple[Path, dict[str, Any]]:
     """A GGUF with attention biases and rope divisors, and its weights in Hugging Face's row order."""
-    names = {EMBEDDING: "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    for layer in range(2):
-        for ours, theirs in (
-            ("input_layernorm", "attn_norm"), ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
-            ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("mlp.up_proj", "ffn_up"),
-            ("post_attention_layernorm", "ffn_norm"), ("mlp.gate_proj", "ffn_gate"), ("mlp.down_proj", "ffn_down"),
-        ):  # fmt: skip
-            for kind in ("weight", "bias"):
-                names[f"model.layers.{layer}.{ours}.{kind}"] = f"blk.{layer}.{theirs}.{kind}"
-    weights = tiny_weights({**tiny_config, "tie_word_embeddings": True, "attention_bias": True})
-
-    def as_stored(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        if "q_proj" not in name and "k_proj" not in name:
-            return array
-        return array.reshape(-1, 2, 8, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-    tensors = [
-        (names[name], array.shape[::-1], 0, as_stored(name, array).tobytes(), None) for name, array in weights.items()
-    ]
+    config = {**tiny_config, "tie_word_embeddings": True, "attention_bias": True}
+    weights = tiny_weights(config)
     weights["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
-    tensors.append(("rope_freqs.weight", (8,), 0, weights["rope_freqs.weight"].tobytes(), None))
-    pairs = {"general.architecture": (8, struct.pack("<Q", 5) + b"llama")}
-    for key, value in {"block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
-                       "attention.head_count": 4, "attention.head_count_kv": 2}.items():  # fmt: skip
-        pairs[f"llama.{key}"] = (4, struct.pack("<I", value))
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(gguf_bytes(tensors, pairs))
-    return path, weights
+    return write_gguf(config, weights)
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
@@ -314,6 +288,43 @@ def test_rope_divisors_and_a_scaling_override_exclude_each_other(
     outcome = loader.load(tiny_gguf[0], Recipe(config_overrides=overrides))
     assert outcome.returncode == 1
     assert "would scale it twice" in outcome.failed.message
+
+
+BLOCK_HALVES = {"q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208]}
+
+
+def random_stored(name: str, shape: tuple[int, ...]) -> tuple[int, bytes, np.ndarray[Any, Any]]:
+    """A matrix of some GGUF type with random bytes: type, bytes, and what the gguf package makes of them."""
+    number = next(number for number, kind in GGUF_TYPES.items() if kind.name == name)
+    kind, rng = GGUF_TYPES[number], np.random.default_rng(shape[0])
+    values = rng.normal(0, 0.05, shape)
+    if name == "f16":
+        raw = values.astype(np.float16)
+    elif name in ("bf16", "f32"):
+        raw = values.astype(np.float32)
+        raw = (raw.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else raw
+    else:
+        raw = rng.integers(0, 256, (shape[0], shape[1] // kind.block_size, kind.block_bytes), dtype=np.uint8)
+        for start in BLOCK_HALVES.get(name, [0]):
+            halves = rng.normal(0, 0.05, (*raw.shape[:2], 1)).astype(np.float16)
+            raw[..., start : start + 2] = halves.view(np.uint8)
+    stored = raw.reshape(shape[0], -1)
+    reference = gguf.quants.dequantize(stored.view(np.uint8), gguf.GGMLQuantizationType(number))
+    return number, stored.tobytes(), reference.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in GGUF_TYPES.values()])
+def test_every_gguf_type_is_kept_and_converted(
+    name: str, loader: Any, tiny_config: Any, tiny_weights: Any, write_gguf: Any
+) -> None:
+    config = {**tiny_config, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 16}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+    path, weights = write_gguf(config, tiny_weights(config), lambda array: random_stored(name, array.shape))
+    for quantization in ("keep", "f32"):
+        outcome = loader.load(path, Recipe(quantization=quantization))
+        assert_consistent(outcome)
+        for tensor, expected in weights.items():
+            assert relative_error(weight(outcome, tensor), expected) == 0.0, (quantization, tensor)
 
 
 def test_values_that_are_not_finite_are_not_quantized(

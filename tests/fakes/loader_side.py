@@ -262,3 +262,73 @@ def gguf_bytes() -> Callable[..., bytes]:
         return head + bytes(-len(head) % alignment) + data
 
     return build
+
+
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def _gguf_name(name: str) -> str:
+    if not name.startswith("model.layers."):
+        return _GGUF_NAMES.get(name, name)
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    ours, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_GGUF_LAYER_NAMES[ours]}.{kind}"
+
+
+def _is_permuted(name: str) -> bool:
+    return "q_proj" in name or "k_proj" in name
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path, gguf_bytes: Callable[..., bytes]) -> Callable[..., Any]:
+    """A Llama as llama.cpp's converter writes it; returns its path, and its weights in Hugging Face's row order.
+
+    `encode(array)` gives a matrix's type, bytes and values; without it, everything is stored as float32.
+    """
+
+    def write(
+        config: Mapping[str, Any], weights: Mapping[str, np.ndarray[Any, Any]], encode: Any = None
+    ) -> tuple[Path, dict[str, np.ndarray[Any, Any]]]:
+        half = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
+        tensors, values = [], {}
+        for name, array in weights.items():
+            stored = array
+            if _is_permuted(name):
+                stored = array.reshape(-1, 2, half, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+            type_id, data = 0, stored.tobytes()
+            if encode is not None and array.ndim == 2:
+                type_id, data, stored = encode(stored)
+            tensors.append((_gguf_name(name), array.shape[::-1], type_id, data, None))
+            if _is_permuted(name):
+                stored = stored.reshape(-1, half, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+            values[name] = stored
+        pairs = {"general.architecture": (8, gguf_string("llama"))}
+        for key, ours in {
+            "block_count": "num_hidden_layers",
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "feed_forward_length": "intermediate_size",
+            "attention.head_count": "num_attention_heads",
+            "attention.head_count_kv": "num_key_value_heads",
+        }.items():
+            pairs[f"llama.{key}"] = (4, struct.pack("<I", config[ours]))
+        path = tmp_path / "tiny.gguf"
+        path.write_bytes(gguf_bytes(tensors, pairs))
+        return path, values
+
+    return write
