@@ -30,7 +30,7 @@ def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLI
     pytest.fail(f"waited {deadline_s:.0f} s in vain: {what}")
 
 
-@pytest.fixture(name="wait_for")
+@pytest.fixture(scope="session", name="wait_for")
 def wait_for_fixture() -> Callable[..., Any]:
     return wait_for
 
