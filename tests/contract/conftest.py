@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import grpc
 import numpy as np
 import pytest
 
+from preload.engine.errors import PreloadError
+from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -193,7 +195,6 @@ class LoadCall:
 def start_load(stub_of: Callable[[Any], Any]) -> Callable[..., LoadCall]:
     def start(daemon: Any, path: Path | str, **recipe: Any) -> LoadCall:
         from preload.engine.recipe import Recipe
-        from preload.protos import weight_cache_pb2 as pb
 
         request = pb.LoadRequest(checkpoint_path=str(path), recipe=Recipe(**recipe).to_proto())
         return LoadCall(stub_of(daemon), request)
@@ -309,3 +310,30 @@ def write_gguf(
 @pytest.fixture(name="write_gguf")
 def write_gguf_fixture() -> Callable[..., Path]:
     return write_gguf
+
+
+@pytest.fixture
+def check_refusal() -> Callable[..., None]:
+    """Loads a faulty checkpoint and looks at everything that a refusal must leave in order."""
+
+    def check(
+        daemon: Any, path: Path, error: type[PreloadError], words: Sequence[str], good: Path, **recipe: Any
+    ) -> None:
+        before = daemon.device()
+        with pytest.raises(error) as refusal:
+            daemon.load(path, **recipe)
+        assert type(refusal.value) is error
+        for word in words:
+            assert word in refusal.value.message
+        assert daemon.device() == before
+        (failed,) = [g for g in daemon.generations() if list(g.checkpoint_paths) == [str(path)]]
+        assert failed.state == pb.GENERATION_STATE_FAILED
+        assert failed.resident_bytes == 0
+        assert (failed.failure.reason, failed.failure.message) == (error.reason, refusal.value.message)
+        loaded = daemon.load(good, model="raw")
+        assert loaded.state == pb.GENERATION_STATE_READY
+        with daemon.control() as control:
+            control.evict(pb.Selector(generation_id=loaded.id))
+        assert daemon.device() == before
+
+    return check

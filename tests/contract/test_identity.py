@@ -121,14 +121,11 @@ def read_back(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    return {
-        name: (
-            entry["dtype"],
-            entry["shape"],
-            data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]],
-        )
-        for name, entry in header.items()
-    }
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = (entry["dtype"], entry["shape"], data[start + begin : start + end])
+    return tensors
 
 
 def linked(folder: Path, path: Path) -> Path:
