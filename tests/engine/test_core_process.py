@@ -18,6 +18,7 @@ from preload.engine.core.config import CoreConfig
 from preload.engine.timeline import now_ns
 from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
+from preload.protos.weight_cache_pb2 import Selector
 
 TIMEOUT_S = 60
 PHASES = ["exec", "imports", "attach", "build", "kv_cache", "warm_up", "ready"]
@@ -122,6 +123,20 @@ def test_a_core_attaches_by_generation_id_and_knows_its_limits(
     assert (stats.max_model_len, stats.block_size, stats.max_num_seqs) == (32, 8, 2)
     assert stats.num_kv_blocks == 2 * 32 / 8
     assert len(core.generate([5], max_tokens=100)) == 31
+
+
+@pytest.mark.parametrize("quantization", ["int8_per_channel", "int4_group32"])
+def test_a_core_only_reads_quantized_weights(
+    daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path, quantization: str
+) -> None:
+    model = tiny_model(intermediate_size=64)
+    model.oracle.save_pretrained(tmp_path / "tiny")
+    generation = daemon.load(tmp_path / "tiny", quantization=quantization)
+    core = start_core(daemon, generation_id=generation.id)
+    assert len(core.generate([1, 2, 3])) == 8
+    with daemon.control() as control:
+        *_, last = control.verify(Selector(generation_id=generation.id))
+    assert last.verified.num_tensors > 0
 
 
 def test_a_core_goes_on_while_its_daemon_is_gone_and_back(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from preload.engine.kernels import block_products
 from preload.engine.layers import linear
 from preload.engine.layers.linear import Embedding, Linear, product
 from preload.engine.layers.weights import Weight
@@ -29,7 +30,9 @@ def random_weight(layout: str, rows: int, cols: int) -> Weight:
             "min": floats(rows, cols // 32),
         }
     elif layout.startswith("gguf."):
-        size, halves = {"gguf.q4_1": (20, 2), "gguf.q8_0": (34, 1)}[layout]
+        size, halves = {"gguf.q4_0": (18, 1), "gguf.q4_1": (20, 2), "gguf.q5_1": (24, 2), "gguf.q8_0": (34, 1)}[
+            layout
+        ]
         blocks = bytes_of(rows, cols // 32, size)
         blocks[..., : 2 * halves] = floats(rows, cols // 32, halves).half().view(torch.uint8)
         parts = {"weight": blocks.flatten(1)}
@@ -39,7 +42,9 @@ def random_weight(layout: str, rows: int, cols: int) -> Weight:
     return Weight("w", layout, parts)
 
 
-LAYOUTS = ["float32", "bfloat16", "float16", "int8_per_channel", "int4_group32", "gguf.q4_1", "gguf.q8_0"]
+FLOATS = ["float32", "bfloat16", "float16"]
+QUANTIZED = ["int8_per_channel", "int4_group32", "gguf.q4_0", "gguf.q4_1", "gguf.q5_1", "gguf.q8_0"]
+LAYOUTS = FLOATS + QUANTIZED
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
@@ -47,7 +52,8 @@ LAYOUTS = ["float32", "bfloat16", "float16", "int8_per_channel", "int4_group32",
 def test_a_product_equals_the_product_with_the_dequantized_weight(
     layout: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "PIECE_ELEMENTS", 64 * 7)  # several pieces, the last one short
+    for module in (linear, block_products):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 64 * 7)  # several pieces, the last one short
     weight = random_weight(layout, 33, 64)
     x = torch.randn(num_tokens, 64)
     expected = x @ dequantize(weight.layout, weight.parts).T
@@ -75,3 +81,11 @@ def test_a_bias_is_added_once() -> None:
     weight = random_weight("float32", 33, 64)
     x, bias = torch.randn(2, 64), torch.randn(33)
     torch.testing.assert_close(Linear(weight, bias)(x), x @ weight.parts["weight"].T + bias)
+
+
+@pytest.mark.parametrize("layout", QUANTIZED)
+def test_a_product_with_a_weight_of_one_block_does_not_write_to_it(layout: str) -> None:
+    weight = random_weight(layout, 1, 32)
+    before = {name: part.clone() for name, part in weight.parts.items()}
+    product(torch.randn(2, 32), weight)
+    assert all(torch.equal(before[name], part) for name, part in weight.parts.items())
