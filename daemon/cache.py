@@ -30,6 +30,8 @@ from .errors import (
 from .generations import Catalog, Generation, Progress, Rank, Recipe, Source, State, generation_id
 from .leases import Event, Lease, LeaseBook
 from .loads import Loads, VerifyResult
+from .notify import Notifier
+from .parking import Parking
 from .residency import Residency
 
 log = logging.getLogger(__name__)
@@ -51,16 +53,27 @@ class Selector:
 class WeightCache:
     """Generations, leases and loads of one daemon life."""
 
-    def __init__(self, config: DaemonConfig, epoch: int) -> None:
+    def __init__(self, config: DaemonConfig, notifier: Notifier) -> None:
         self.config = config
-        self.epoch = epoch
         self.started_s = time.monotonic()
         self.draining = False
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
         self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
-        self.residency = Residency(self.catalog, self.leases, self.ledger, frozenset(config.models))
+        self.parking = Parking(notifier, self.catalog, self.leases)
+        self.residency = Residency(self.catalog, self.leases, self.ledger, self.parking, frozenset(config.models))
         self.loads = Loads(self.catalog, self.residency, self.ledger, config)
+
+    @property
+    def epoch(self) -> int:
+        """Which life of the daemon this is, counted as long as something was parked."""
+        return self.parking.epoch
+
+    def restore(self, fds: dict[str, int]) -> None:
+        """Takes in what the last life left with the keeper. Raises BadRequestError on an unknown catalog."""
+        for revived in self.parking.restore(fds):
+            self.residency.revive(revived)
+        self.parking.store_all()
 
     async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
         """Yields progress until the source is resident, and its generation last. Raises CacheError."""
@@ -77,12 +90,33 @@ class WeightCache:
             async for step in steps:
                 yield step
 
-    async def attach(self, selector: Selector, pid: int, client: str) -> tuple[Lease, bytes]:
-        """A lease on a READY generation, and the ticket for its descriptors. Raises CacheError."""
+    async def attach(
+        self, selector: Selector, pid: int, client: str, reclaim_secret: bytes = b""
+    ) -> tuple[Lease, bytes]:
+        """A lease on a READY generation, and the ticket for its descriptors; or the lease that the secret stands for,
+        whatever became of its generation. Raises CacheError."""
+        self._require_serving()
+        claimed = self.leases.claim(reclaim_secret, pid, client) if reclaim_secret else None
+        if claimed is not None:
+            return claimed
         generation = await self.resolve(selector)
         self._require_serving()
         self.catalog.touch(generation)
-        return self.leases.grant(generation, pid, client)
+        granted = self.leases.grant(generation, pid, client)
+        self.parking.save()
+        return granted
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease with its stream. One that ends because we drain stays parked, for the next life."""
+        if not self.draining:
+            self.residency.release(lease)
+
+    def release_unclaimed(self) -> None:
+        """Ends the leases of an earlier life whose holders have not come back."""
+        for lease in self.leases.all():
+            if lease.unclaimed:
+                log.info("nobody came back for lease %s of process %d", lease.id, lease.pid)
+                self.residency.release(lease)
 
     async def resolve(self, selector: Selector) -> Generation:
         """The READY generation that a selector proves to mean. Raises CacheError saying why there is none."""

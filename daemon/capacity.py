@@ -103,6 +103,10 @@ class Ledger:
         assert 0 <= num_bytes <= self.reserved_bytes
         self.reserved_bytes -= num_bytes
 
+    def adopt(self, num_bytes: int) -> None:
+        """Counts what an earlier life of the daemon made resident, also beyond a limit that is lower by now."""
+        self.resident_bytes += num_bytes
+
     def free(self, num_bytes: int) -> None:
         """Takes bytes that were resident off the books."""
         assert 0 <= num_bytes <= self.resident_bytes

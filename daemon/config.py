@@ -52,6 +52,9 @@ class DaemonConfig:
     loader_threads: int = field(default=0, metadata={"help": "threads of a loader; 0 = one per core"})
     ticket_ttl_s: float = field(default=10.0, metadata={"help": "seconds a ticket for descriptors is good for"})
     drain_timeout_s: float = field(default=5.0, metadata={"help": "seconds given to clients when stopping"})
+    reclaim_timeout_s: float = field(
+        default=30.0, metadata={"help": "seconds that holders of leases have to come back after a restart"}
+    )
     models: tuple[Source, ...] = field(default=(), metadata={"cli": False})
     loader_command: tuple[str, ...] = field(
         default=(sys.executable, "-m", "preload.engine.loading.loader"), metadata={"cli": False}

@@ -8,6 +8,7 @@ generations that are READY share (id, rank).
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -115,6 +116,7 @@ class Generation:
     load_phases: list[Phase] = field(default_factory=list)
     num_attaches: int = 0
     last_used: int = 0
+    key: str = field(default_factory=lambda: secrets.token_hex(6))
 
     @property
     def resident_bytes(self) -> int:
@@ -200,6 +202,16 @@ class Catalog:
     def sources(self, generation: Generation) -> list[Source]:
         """Its names; for one that has none, because it is not READY, what it was loaded from."""
         return self.names(generation) or [s for s, g in self._attempts.items() if g is generation]
+
+    def bindings(self, generation: Generation) -> list[tuple[Source, list[Receipt]]]:
+        """The sources that are proved to hold this generation, with the proof."""
+        return [(source, receipts) for source, (g, receipts) in self._receipts.items() if g is generation]
+
+    def adopt(self, generation: Generation) -> None:
+        """Takes in a generation of an earlier life of the daemon, under a serial of this one."""
+        generation.serial = next(self._serials)
+        self._generations[generation.serial] = generation
+        self.touch(generation)
 
     def receipts(self, generation: Generation) -> list[Receipt]:
         found = {r.path: r for g, receipts in self._receipts.values() if g is generation for r in receipts}

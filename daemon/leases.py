@@ -1,6 +1,7 @@
 """Leases and tickets: who uses a generation, and the one-time right to fetch its descriptors.
 
-A lease lives exactly as long as its Attach stream. A ticket belongs to one lease, works once, and expires.
+A lease lives exactly as long as its Attach stream; over a restart of the daemon its
+holder takes it again with the secret that only it knows. A ticket belongs to one lease, works once, and expires.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Lease:
     client: str
     since_s: float
     mapped: bool = False
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    unclaimed: bool = False
     phases: list[Phase] = field(default_factory=list)
     events: asyncio.Queue[tuple[Event, str]] = field(default_factory=asyncio.Queue)
 
@@ -49,11 +52,26 @@ class LeaseBook:
         """A new lease and its ticket."""
         self._drop_expired_tickets()
         lease = Lease(secrets.token_hex(8), generation, pid, client, time.monotonic())
-        ticket = secrets.token_bytes(32)
         self._leases[lease.id] = lease
-        self._tickets[ticket] = (lease, time.monotonic() + self._ticket_ttl_s)
         generation.num_attaches += 1
-        return lease, ticket
+        return lease, self._issue(lease)
+
+    def adopt(self, lease: Lease) -> None:
+        """Takes in a lease of an earlier life of the daemon, whose holder has yet to come back."""
+        self._leases[lease.id] = lease
+
+    def claim(self, secret: bytes, pid: int, client: str) -> tuple[Lease, bytes] | None:
+        """The unclaimed lease with this secret, which has its holder again, and a new ticket; None if unknown."""
+        for lease in self._leases.values():
+            if lease.unclaimed and secrets.compare_digest(lease.secret, secret):
+                lease.unclaimed, lease.pid, lease.client = False, pid, client
+                return lease, self._issue(lease)
+        return None
+
+    def _issue(self, lease: Lease) -> bytes:
+        ticket = secrets.token_bytes(32)
+        self._tickets[ticket] = (lease, time.monotonic() + self._ticket_ttl_s)
+        return ticket
 
     def redeem(self, ticket: bytes) -> Lease:
         """The lease behind a ticket, which is then spent. Raises BadTicketError."""

@@ -11,6 +11,7 @@ from .capacity import Ledger
 from .errors import CacheError
 from .generations import Catalog, Generation, Manifest, Phase, Receipt, Source, State, generation_id
 from .leases import Event, Lease, LeaseBook
+from .parking import Parking, Revived
 from .segments.host import HostSegment
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,10 @@ log = logging.getLogger(__name__)
 class Residency:
     """Moves generations through their states and keeps the ledger true."""
 
-    def __init__(self, catalog: Catalog, leases: LeaseBook, ledger: Ledger, configured: frozenset[Source]) -> None:
+    def __init__(
+        self, catalog: Catalog, leases: LeaseBook, ledger: Ledger, parking: Parking, configured: frozenset[Source]
+    ) -> None:
+        self._parking = parking
         self._catalog = catalog
         self._leases = leases
         self._ledger = ledger
@@ -39,6 +43,7 @@ class Residency:
         twin = self._catalog.twin(identity, generation.rank)
         if twin is None:
             generation.commit(manifest, segments, phases)
+            self._parking.park(generation)
             log.info("generation %s is READY: %s", generation.id[:12], source.path)
         else:
             self._ledger.free(sum(s.size_bytes for s in segments))
@@ -56,12 +61,32 @@ class Residency:
         if previous and previous.state is State.READY and not self._catalog.names(previous):
             self._leases.notify(previous, Event.SUPERSEDED, generation.id)
             self.retire(previous)
+        self._parking.save()
+
+    def revive(self, revived: Revived) -> None:
+        """Takes in what the last life parked: its leases wait for their holders to claim them."""
+        generation = revived.generation
+        self._catalog.adopt(generation)
+        self._ledger.adopt(generation.resident_bytes)
+        for source, receipts in revived.sources:
+            self._catalog.bind(source, generation, receipts)
+        for lease in revived.leases:
+            self._leases.adopt(lease)
+        log.info(
+            "generation %s is %s again, with %d leases",
+            generation.id[:12],
+            generation.state.value,
+            len(revived.leases),
+        )
+        self._free_if_unused(generation)
 
     def fail(self, generation: Generation, failure: CacheError) -> None:
         """→ FAILED(reason): memory back, kept in the catalog so that an operator sees why."""
         log.error("generation %s FAILED: %s", generation.id[:12] or f"#{generation.serial}", failure.message)
         self._leases.revoke_tickets(generation)
+        num_segments = len(generation.segments)
         self._ledger.free(generation.fail(failure))
+        self._parking.drop(generation, num_segments)
         self._catalog.forget_old_failures()
 
     def retire(self, generation: Generation) -> bool:
@@ -69,12 +94,14 @@ class Residency:
         if generation.state is State.READY:
             generation.state = State.RETIRING
             self._leases.notify(generation, Event.RETIRING)
+            self._parking.save()
         return self._free_if_unused(generation)
 
     def release(self, lease: Lease) -> None:
         """Ends a lease; the last one of a RETIRING generation takes the memory with it."""
         self._leases.release(lease)
         self._catalog.touch(lease.generation)
+        self._parking.save()
         self._free_if_unused(lease.generation)
 
     def make_room(self, num_bytes: int) -> None:
@@ -103,7 +130,9 @@ class Residency:
     def _free_if_unused(self, generation: Generation) -> bool:
         if generation.state is not State.RETIRING or self._leases.of(generation):
             return False
+        num_segments = len(generation.segments)
         self._ledger.free(generation.free())
         self._catalog.remove(generation)
+        self._parking.drop(generation, num_segments)
         log.info("generation %s is freed", generation.id[:12])
         return True

@@ -28,11 +28,13 @@ from .handover import Handover
 from .http import HttpServer, make_app
 from .interceptor import ErrorInterceptor
 from .metrics import Metrics
+from .notify import Notifier, stored_descriptors, watchdog_interval_s
 from .service import WeightCacheService
 
 log = logging.getLogger(__name__)
 
 _MAX_SOCKET_PATH = 107
+_KEEPER_INTERVAL_S = 1.0
 _SERVICE = weight_cache_pb2.DESCRIPTOR.services_by_name["WeightCache"].full_name
 _GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", 1024 * 1024),
@@ -57,7 +59,9 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    cache = WeightCache(config, _next_epoch(runtime_dir))
+    notifier = Notifier.from_environment()
+    cache = WeightCache(config, notifier)
+    cache.restore(stored_descriptors())
     metrics = Metrics(cache)
     handover_path = str(runtime_dir / "segments.sock")
     handover = Handover(handover_path, cache.leases, frozenset({os.geteuid(), *config.allow_uids}))
@@ -72,13 +76,16 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
     await server.start()
     os.chmod(runtime_dir / "daemon.sock", 0o600)  # the umask left it the owner's alone, but with the x bit
     probes = asyncio.create_task(_serve_http(http, stop))
-    background = [asyncio.create_task(handover.serve())]
+    background = [asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))]
+    background.append(asyncio.create_task(_end_unclaimed_leases(cache)))
     background += [asyncio.create_task(_load_on_boot(cache, metrics, source)) for source in config.models]
     await health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    notifier.ready()
     log.info("epoch %d serves at %s with %s", cache.epoch, runtime_dir, _describe_limit(cache))
 
     await stop.wait()
     log.info("draining")
+    notifier.stopping()
     await health.enter_graceful_shutdown()
     await cache.drain()
     await server.stop(grace=config.drain_timeout_s)
@@ -107,6 +114,25 @@ async def _load_on_boot(cache: WeightCache, metrics: Metrics, source: Source) ->
         async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
             async for _ in steps:
                 pass
+
+
+async def _keep_in_touch(cache: WeightCache, notifier: Notifier) -> None:
+    """Signs of life for the watchdog, which prove that this loop turns; and parks again with a keeper that is new."""
+    if not notifier.has_manager:
+        return
+    interval_s = min(watchdog_interval_s() or _KEEPER_INTERVAL_S, _KEEPER_INTERVAL_S)
+    while True:
+        was_connected = notifier.is_connected
+        if notifier.watchdog() and not was_connected:
+            log.info("a keeper listens again: parking everything with it")
+            cache.parking.store_all()
+            notifier.ready()
+        await asyncio.sleep(interval_s)
+
+
+async def _end_unclaimed_leases(cache: WeightCache) -> None:
+    await asyncio.sleep(cache.config.reclaim_timeout_s)
+    cache.release_unclaimed()
 
 
 def _describe_limit(cache: WeightCache) -> str:
@@ -144,19 +170,10 @@ class _lock:  # noqa: N801
         except BlockingIOError as error:
             os.close(self._fd)
             raise BadRequestError(f"another daemon serves in {self._runtime_dir}") from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)  # for a keeper that finds us running
         for name in ("daemon.sock", "segments.sock"):
             (self._runtime_dir / name).unlink(missing_ok=True)
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)
-
-
-def _next_epoch(runtime_dir: Path) -> int:
-    """Counts the daemon's lives in a file of the runtime folder."""
-    path = runtime_dir / "epoch"
-    try:
-        epoch = int(path.read_text()) + 1
-    except (FileNotFoundError, ValueError):
-        epoch = 1
-    path.write_text(str(epoch))
-    return epoch

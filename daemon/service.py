@@ -55,7 +55,9 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
         started_s = time.monotonic()
         require_device(opening.device or "host")
         selector = _selector(opening.selector)
-        lease, ticket = await self._cache.attach(selector, opening.pid, wire.client_name(opening.client))
+        lease, ticket = await self._cache.attach(
+            selector, opening.pid, wire.client_name(opening.client), opening.reclaim_secret
+        )
         reports = asyncio.create_task(_read_reports(request_iterator, lease))
         try:
             self._metrics.attached(time.monotonic() - started_s)
@@ -64,7 +66,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                 yield event
         finally:
             reports.cancel()
-            self._cache.residency.release(lease)
+            self._cache.release(lease)
 
     def _attached(self, lease: Lease, ticket: bytes) -> pb.AttachEvent:
         generation = lease.generation
@@ -78,6 +80,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                 segments=wire.segment_messages(generation),
                 ticket=ticket,
                 handover_socket=self._handover_socket,
+                reclaim_secret=lease.secret,
             )
         )
 

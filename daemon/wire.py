@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from preload.protos import catalog_pb2 as catalog
 from preload.protos import loader_pb2 as loader
 from preload.protos import weight_cache_pb2 as pb
 
 from .errors import BY_REASON, BadRequestError, CacheError, InternalError
-from .generations import Generation, Manifest, Phase, Progress, Rank, Receipt, Recipe, Source, State
+from .generations import Generation, Manifest, Phase, Progress, Rank, Receipt, Recipe, Source, State, generation_id
 from .leases import Event, Lease
+from .segments.host import HostSegment
 
 _ROLES = ("target", "draft")
 _MAX_CLIENT_CHARS = 200
@@ -87,24 +89,30 @@ def error(info: pb.ErrorInfo) -> CacheError:
 
 
 def receipts(serialized: bytes) -> list[Receipt]:
-    message = loader.Receipts.FromString(serialized)
-    return [
-        Receipt(
-            r.path, r.device, r.inode, r.size_bytes, r.mtime_ns, r.ctime_ns, r.content_digest
-        )
-        for r in message.receipts
-    ]  # fmt: skip
+    return [receipt(message) for message in loader.Receipts.FromString(serialized).receipts]
 
 
-def receipt_message(receipt: Receipt) -> pb.Receipt:
+def receipt(message: pb.Receipt) -> Receipt:
+    return Receipt(
+        path=message.path,
+        device=message.device,
+        inode=message.inode,
+        size_bytes=message.size_bytes,
+        mtime_ns=message.mtime_ns,
+        ctime_ns=message.ctime_ns,
+        content_digest=message.content_digest,
+    )
+
+
+def receipt_message(value: Receipt) -> pb.Receipt:
     return pb.Receipt(
-        path=receipt.path,
-        device=receipt.device,
-        inode=receipt.inode,
-        size_bytes=receipt.size_bytes,
-        mtime_ns=receipt.mtime_ns,
-        ctime_ns=receipt.ctime_ns,
-        content_digest=receipt.content_digest,
+        path=value.path,
+        device=value.device,
+        inode=value.inode,
+        size_bytes=value.size_bytes,
+        mtime_ns=value.mtime_ns,
+        ctime_ns=value.ctime_ns,
+        content_digest=value.content_digest,
     )
 
 
@@ -206,10 +214,87 @@ def generation_message(value: Generation, sources: Sequence[Source], leases: Seq
                 client=lease.client,
                 age_ms=int((now - lease.since_s) * 1000),
                 mapped=lease.mapped,
+                unclaimed=lease.unclaimed,
                 phases=phase_messages(lease.phases),
             )
             for lease in leases
         ],
+    )
+
+
+def parked_generation(
+    value: Generation, bindings: Sequence[tuple[Source, Sequence[Receipt]]], leases: Sequence[Lease]
+) -> catalog.ParkedGeneration:
+    return catalog.ParkedGeneration(
+        key=value.key,
+        id=value.id,
+        retiring=value.state is State.RETIRING,
+        recipe=recipe_message(value.recipe),
+        rank=rank_message(value.rank),
+        device=value.device,
+        segment_bytes=[segment.size_bytes for segment in value.segments],
+        load_phases=phase_messages(value.load_phases),
+        num_attaches=value.num_attaches,
+        sources=[
+            catalog.ParkedSource(
+                path=of.path,
+                recipe=recipe_message(of.recipe),
+                rank=rank_message(of.rank),
+                receipts=[receipt_message(value) for value in proof],
+            )
+            for of, proof in bindings
+        ],
+        leases=[
+            catalog.ParkedLease(
+                id=lease.id,
+                secret=lease.secret,
+                pid=lease.pid,
+                client=lease.client,
+                mapped=lease.mapped,
+                phases=phase_messages(lease.phases),
+            )
+            for lease in leases
+        ],
+    )
+
+
+def revived_generation(
+    message: catalog.ParkedGeneration, serialized: bytes, segments: list[HostSegment]
+) -> Generation:
+    """Raises InternalError if the manifest and the segments do not belong together."""
+    found = manifest(serialized, [segment.size_bytes for segment in segments])
+    if generation_id(found.checkpoint_digest, found.resolved_recipe) != message.id:
+        raise InternalError("the parked manifest is another generation's")
+    return Generation(
+        serial=0,
+        recipe=recipe(message.recipe),
+        rank=rank(message.rank),
+        device=message.device,
+        state=State.RETIRING if message.retiring else State.READY,
+        id=message.id,
+        manifest=found,
+        segments=segments,
+        load_phases=phases(message.load_phases),
+        num_attaches=message.num_attaches,
+        key=message.key,
+    )
+
+
+def revived_source(message: catalog.ParkedSource) -> tuple[Source, list[Receipt]]:
+    return source(message.path, message.recipe, message.rank), [receipt(r) for r in message.receipts]
+
+
+def revived_lease(message: catalog.ParkedLease, generation: Generation) -> Lease:
+    return Lease(
+        id=message.id,
+        generation=generation,
+        pid=message.pid,
+        client=message.client,
+        since_s=time.monotonic(),
+        mapped=message.mapped,
+        secret=message.secret,
+        unclaimed=True,
+        phases=phases(message.phases),
     )
 
 

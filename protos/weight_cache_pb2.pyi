@@ -402,11 +402,16 @@ class AttachOpen(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    RECLAIM_SECRET_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     client: _builtins.str
     """what the holder calls itself, at most 200 characters"""
     device: _builtins.str
     """"host" (also when empty)"""
+    reclaim_secret: _builtins.bytes
+    """The secret of a lease from an earlier life of the daemon: takes that lease again, also if its generation is
+    RETIRING meanwhile. One that the daemon does not know asks for a new lease.
+    """
     @_builtins.property
     def selector(self) -> Global___Selector: ...
     def __init__(
@@ -416,10 +421,11 @@ class AttachOpen(_message.Message):
         pid: _builtins.int = ...,
         client: _builtins.str = ...,
         device: _builtins.str = ...,
+        reclaim_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["selector", b"selector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "device", b"device", "pid", b"pid", "selector", b"selector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "device", b"device", "pid", b"pid", "reclaim_secret", b"reclaim_secret", "selector", b"selector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,6 +523,7 @@ class Attached(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     HANDOVER_SOCKET_FIELD_NUMBER: _builtins.int
+    RECLAIM_SECRET_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     generation_id: _builtins.str
     epoch: _builtins.int
@@ -525,6 +532,8 @@ class Attached(_message.Message):
     ticket: _builtins.bytes
     """good once, for this lease, for some seconds"""
     handover_socket: _builtins.str
+    reclaim_secret: _builtins.bytes
+    """known to this holder only; see AttachOpen"""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
     def __init__(
@@ -537,10 +546,11 @@ class Attached(_message.Message):
         segments: _abc.Iterable[Global___Segment] | None = ...,
         ticket: _builtins.bytes = ...,
         handover_socket: _builtins.str = ...,
+        reclaim_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation_id", b"generation_id", "handover_socket", b"handover_socket", "lease_id", b"lease_id", "manifest", b"manifest", "segments", b"segments", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation_id", b"generation_id", "handover_socket", b"handover_socket", "lease_id", b"lease_id", "manifest", b"manifest", "reclaim_secret", b"reclaim_secret", "segments", b"segments", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -859,6 +869,7 @@ class Lease(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     MAPPED_FIELD_NUMBER: _builtins.int
+    UNCLAIMED_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     pid: _builtins.int
@@ -866,6 +877,8 @@ class Lease(_message.Message):
     age_ms: _builtins.int
     mapped: _builtins.bool
     """its ticket was redeemed"""
+    unclaimed: _builtins.bool
+    """of an earlier life of the daemon; its holder has not come back yet"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]: ...
     def __init__(
@@ -876,11 +889,12 @@ class Lease(_message.Message):
         client: _builtins.str = ...,
         age_ms: _builtins.int = ...,
         mapped: _builtins.bool = ...,
+        unclaimed: _builtins.bool = ...,
         phases: _abc.Iterable[Global___Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client", b"client", "id", b"id", "mapped", b"mapped", "phases", b"phases", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client", b"client", "id", b"id", "mapped", b"mapped", "phases", b"phases", "pid", b"pid", "unclaimed", b"unclaimed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,15 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 writable mapping lives on until it exits, which the daemon waits for before it serves the segment."""
 
 
+def is_sealed(fd: int) -> bool:
+    """Whether a descriptor is a segment as `HostSegment.seal` leaves it."""
+    wanted = _LAYOUT_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted)
+    except OSError:
+        return False
+
+
 class HostSegment:
     """Owns one memfd. `size_bytes` is a multiple of the page size."""
 

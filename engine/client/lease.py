@@ -138,6 +138,7 @@ class Lease:
         opening = pb.AttachOpen()
         opening.CopyFrom(self._opening)
         opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id))
+        opening.reclaim_secret = self.attached.reclaim_secret
         while not self._closed.wait(_RECLAIM_INTERVAL_S):
             try:
                 stream = _Stream(self._runtime_dir, opening)

@@ -1,0 +1,153 @@
+"""Parking: what a daemon leaves with its keeper, so that the next life serves the same weights.
+
+Each generation's manifest and segments are stored as descriptors when it becomes READY, then the catalog says so;
+the catalog forgets a generation before its descriptors are let go. A life that ends anywhere in between leaves
+descriptors that no catalog names, and the next one drops them. Loads under way are not parked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from preload.protos import catalog_pb2 as pb
+
+from . import wire
+from .catalog_file import CatalogFile, CatalogFileError
+from .errors import BadRequestError, InternalError
+from .generations import Catalog, Generation, Receipt, Source
+from .leases import Lease, LeaseBook
+from .notify import Notifier
+from .segments.host import HostSegment, is_sealed
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+CATALOG_NAME = "catalog"
+
+
+@dataclass(frozen=True)
+class Revived:
+    """A generation of the last life, with the sources bound to it and the leases on it."""
+
+    generation: Generation
+    sources: list[tuple[Source, list[Receipt]]]
+    leases: list[Lease]
+
+
+class Parking:
+    """Owns the catalog file and the manifests' memfds; speaks to the keeper through `notifier`."""
+
+    def __init__(self, notifier: Notifier, catalog: Catalog, leases: LeaseBook) -> None:
+        self._notifier = notifier
+        self._catalog = catalog
+        self._leases = leases
+        self._file = CatalogFile.create()
+        self._manifests: dict[Generation, int] = {}
+        self.epoch = 1
+
+    def restore(self, fds: dict[str, int]) -> list[Revived]:
+        """Takes the last life's descriptors over and returns its generations; what is not whole is dropped.
+
+        Raises BadRequestError on a catalog of an unknown version: nothing is touched then."""
+        found: list[Revived] = []
+        catalog_fd = fds.pop(CATALOG_NAME, None)
+        if catalog_fd is not None:
+            self._file = CatalogFile(catalog_fd)
+            parked = self._read_catalog()
+            self.epoch = parked.epoch + 1
+            found = [revived for entry in parked.generations for revived in self._revive(entry, fds)]
+        for name, fd in fds.items():
+            log.warning("a parked descriptor that nothing describes is dropped: %s", name)
+            self._notifier.forget(name)
+            os.close(fd)
+        return found
+
+    def _read_catalog(self) -> pb.Catalog:
+        try:
+            parked = pb.Catalog.FromString(self._file.read())
+        except (CatalogFileError, DecodeError) as error:
+            log.error("%s: starting empty", error)
+            return pb.Catalog()
+        if parked.format_version != FORMAT_VERSION:
+            raise BadRequestError(
+                f"the parked catalog has format {parked.format_version}, and this daemon reads {FORMAT_VERSION}: "
+                "start the version that wrote it, or stop the service and its descriptor store to let the weights go"
+            )
+        return parked
+
+    def _revive(self, entry: pb.ParkedGeneration, fds: dict[str, int]) -> Iterator[Revived]:
+        names = [_manifest_name(entry.key), *(_segment_name(entry.key, i) for i in range(len(entry.segment_bytes)))]
+        if not all(name in fds for name in names):
+            log.warning("generation %s is not whole: %s", entry.id[:12], [n for n in names if n not in fds])
+            return
+        manifest_fd, *segment_fds = (fds[name] for name in names)
+        for fd, size in zip(segment_fds, entry.segment_bytes, strict=True):
+            if not is_sealed(fd) or os.fstat(fd).st_size != size:
+                log.warning("generation %s: a parked segment is not what was sealed", entry.id[:12])
+                return
+        segments = [HostSegment(fd, size) for fd, size in zip(segment_fds, entry.segment_bytes, strict=True)]
+        serialized = os.pread(manifest_fd, os.fstat(manifest_fd).st_size, 0)
+        try:
+            generation = wire.revived_generation(entry, serialized, segments)
+        except InternalError as error:
+            log.warning("generation %s: %s", entry.id[:12], error.message)
+            return
+        for name in names:
+            del fds[name]
+        self._manifests[generation] = manifest_fd
+        sources = [wire.revived_source(source) for source in entry.sources]
+        yield Revived(generation, sources, [wire.revived_lease(lease, generation) for lease in entry.leases])
+
+    def park(self, generation: Generation) -> None:
+        """Stores the descriptors of a generation that is about to be READY; `save` then makes them count."""
+        assert generation.manifest is not None
+        fd = os.memfd_create("preload:manifest", os.MFD_CLOEXEC)
+        os.write(fd, generation.manifest.serialized)
+        self._manifests[generation] = fd
+        self._store(generation)
+
+    def _store(self, generation: Generation) -> None:
+        self._notifier.store(_manifest_name(generation.key), self._manifests[generation])
+        for index, segment in enumerate(generation.segments):
+            self._notifier.store(_segment_name(generation.key, index), segment.fd)
+
+    def drop(self, generation: Generation, num_segments: int) -> None:
+        """Lets go of a generation that the catalog has forgotten; memory returns when nobody maps it any more."""
+        fd = self._manifests.pop(generation, None)
+        if fd is None:
+            return
+        self.save()
+        os.close(fd)
+        self._notifier.forget(_manifest_name(generation.key))
+        for index in range(num_segments):
+            self._notifier.forget(_segment_name(generation.key, index))
+
+    def save(self) -> None:
+        """Writes the catalog as it is now: after every change of a generation, a binding or a lease."""
+        if not self._notifier.has_manager:
+            return
+        message = pb.Catalog(format_version=FORMAT_VERSION, epoch=self.epoch)
+        for generation in self._manifests:
+            bound = self._catalog.bindings(generation)
+            message.generations.append(wire.parked_generation(generation, bound, self._leases.of(generation)))
+        self._file.write(message.SerializeToString())
+
+    def store_all(self) -> None:
+        """Everything once more: at the start, and when a keeper is back that knows nothing."""
+        self._notifier.store(CATALOG_NAME, self._file.fd)
+        self.save()
+        for generation in self._manifests:
+            self._store(generation)
+
+
+def _manifest_name(key: str) -> str:
+    return f"{key}.manifest"
+
+
+def _segment_name(key: str, index: int) -> str:
+    return f"{key}.segment.{index}"
