@@ -53,20 +53,20 @@ class Selector:
 class WeightCache:
     """Generations, leases and loads of one daemon life."""
 
-    def __init__(self, config: DaemonConfig, notifier: Notifier) -> None:
+    def __init__(self, config: DaemonConfig, notifier: Notifier, epoch: int) -> None:
         self.config = config
         self.started_s = time.monotonic()
         self.draining = False
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
         self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
-        self.parking = Parking(notifier, self.catalog, self.leases)
+        self.parking = Parking(notifier, self.catalog, self.leases, epoch)
         self.residency = Residency(self.catalog, self.leases, self.ledger, self.parking, frozenset(config.models))
         self.loads = Loads(self.catalog, self.residency, self.ledger, config)
 
     @property
     def epoch(self) -> int:
-        """Which life of the daemon this is, counted as long as something was parked."""
+        """Which life of the daemon this is."""
         return self.parking.epoch
 
     def restore(self, fds: dict[str, int]) -> None:

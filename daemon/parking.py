@@ -42,13 +42,13 @@ class Revived:
 class Parking:
     """Owns the catalog file and the manifests' memfds; speaks to the keeper through `notifier`."""
 
-    def __init__(self, notifier: Notifier, catalog: Catalog, leases: LeaseBook) -> None:
+    def __init__(self, notifier: Notifier, catalog: Catalog, leases: LeaseBook, epoch: int) -> None:
         self._notifier = notifier
         self._catalog = catalog
         self._leases = leases
-        self._file = CatalogFile.create()
+        self._file: CatalogFile | None = None
         self._manifests: dict[Generation, int] = {}
-        self.epoch = 1
+        self.epoch = epoch
 
     def restore(self, fds: dict[str, int]) -> list[Revived]:
         """Takes the last life's descriptors over and returns its generations; what is not whole is dropped.
@@ -58,8 +58,8 @@ class Parking:
         catalog_fd = fds.pop(CATALOG_NAME, None)
         if catalog_fd is not None:
             self._file = CatalogFile(catalog_fd)
-            parked = self._read_catalog()
-            self.epoch = parked.epoch + 1
+            parked = self._read_catalog(self._file)
+            self.epoch = max(self.epoch, parked.epoch + 1)
             found = [revived for entry in parked.generations for revived in self._revive(entry, fds)]
         for name, fd in fds.items():
             log.warning("a parked descriptor that nothing describes is dropped: %s", name)
@@ -67,9 +67,9 @@ class Parking:
             os.close(fd)
         return found
 
-    def _read_catalog(self) -> pb.Catalog:
+    def _read_catalog(self, file: CatalogFile) -> pb.Catalog:
         try:
-            parked = pb.Catalog.FromString(self._file.read())
+            parked = pb.Catalog.FromString(file.read())
         except (CatalogFileError, DecodeError) as error:
             log.error("%s: starting empty", error)
             return pb.Catalog()
@@ -105,6 +105,8 @@ class Parking:
 
     def park(self, generation: Generation) -> None:
         """Stores the descriptors of a generation that is about to be READY; `save` then makes them count."""
+        if not self._notifier.has_manager:
+            return
         assert generation.manifest is not None
         fd = os.memfd_create("preload:manifest", os.MFD_CLOEXEC)
         os.write(fd, generation.manifest.serialized)
@@ -129,7 +131,7 @@ class Parking:
 
     def save(self) -> None:
         """Writes the catalog as it is now: after every change of a generation, a binding or a lease."""
-        if not self._notifier.has_manager:
+        if self._file is None:
             return
         message = pb.Catalog(format_version=FORMAT_VERSION, epoch=self.epoch)
         for generation in self._manifests:
@@ -139,8 +141,11 @@ class Parking:
 
     def store_all(self) -> None:
         """Everything once more: at the start, and when a keeper is back that knows nothing."""
-        self._notifier.store(CATALOG_NAME, self._file.fd)
+        if not self._notifier.has_manager:
+            return
+        self._file = self._file or CatalogFile.create()
         self.save()
+        self._notifier.store(CATALOG_NAME, self._file.fd)
         for generation in self._manifests:
             self._store(generation)
 

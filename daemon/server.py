@@ -60,8 +60,9 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
         loop.add_signal_handler(number, stop.set)
 
     notifier = Notifier.from_environment()
-    cache = WeightCache(config, notifier)
+    cache = WeightCache(config, notifier, _last_epoch(runtime_dir) + 1)
     cache.restore(stored_descriptors())
+    (runtime_dir / "epoch").write_text(str(cache.epoch))
     metrics = Metrics(cache)
     handover_path = str(runtime_dir / "segments.sock")
     handover = Handover(handover_path, cache.leases, frozenset({os.geteuid(), *config.allow_uids}))
@@ -177,3 +178,11 @@ class _lock:  # noqa: N801
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)
+
+
+def _last_epoch(runtime_dir: Path) -> int:
+    """The last life that served in this folder, 0 if none did. A parked catalog may know of more."""
+    try:
+        return int((runtime_dir / "epoch").read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
