@@ -1,0 +1,31 @@
+// The C interface, called through ctypes by native/library.py. Pointers are to float32 unless their type says more;
+// weights are read-only and never written. A session is one engine's threads and scratch; calls on it take turns.
+#include "attention.h"
+
+struct Session {
+  explicit Session(int num_threads) : context(num_threads), attention(num_threads) {}
+  Context context;
+  std::vector<AttentionScratch> attention;
+};
+
+extern "C" {
+
+int32_t preload_has_wide_vectors() { return HAS_WIDE; }
+
+Session* preload_open(int32_t num_threads) { return new Session(num_threads); }
+
+void preload_linear(Session* session, const Weight* weights, int64_t num_weights, const float* x, int64_t x_stride,
+                    int64_t num_tokens, const float* norm_weight, float eps, int32_t swiglu, const float* residual,
+                    float* out) {
+  std::lock_guard<std::mutex> lock(session->context.mutex);
+  run_linear(session->context,
+             {weights, num_weights, x, x_stride, num_tokens, norm_weight, eps, swiglu, residual, out});
+}
+
+void preload_attention(Session* session, const AttentionStep* step, float* qkv, float* keys, float* values,
+                       float* out) {
+  std::lock_guard<std::mutex> lock(session->context.mutex);
+  run_attention(session->context, *step, qkv, keys, values, out, session->attention);
+}
+
+}  // extern "C"

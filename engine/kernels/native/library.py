@@ -1,0 +1,61 @@
+"""The native kernels as Python calls them: ctypes structures and functions.
+
+Owns the C interface of kernels.cpp and the threads behind it; knows nothing of layers. Pointers are addresses of
+tensors' data, which the caller keeps alive during a call, and weights as long as their structure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from .build import KernelsUnavailableError
+
+LAYOUT_IDS: dict[str, int] = {
+    "dense.float32": 0, "dense.bfloat16": 1, "dense.float16": 2,
+    "gguf.q4_0": 3, "gguf.q4_1": 4, "gguf.q5_0": 5, "gguf.q5_1": 6, "gguf.q8_0": 7,
+    "gguf.q4_k": 8, "gguf.q5_k": 9, "gguf.q6_k": 10,
+    "int8_per_channel": 11, "int4_group32": 12,
+}  # fmt: skip
+"""Numbers of layouts.h. A dense weight's dtype is part of its name here."""
+
+HOLDS_GIL_TOKENS = 8
+"""Calls of at most this many tokens take microseconds and keep the interpreter's lock: giving it up and taking it
+back costs as much, hundreds of times per step. Longer ones let the process's other threads run."""
+
+
+class WeightStruct(ctypes.Structure):
+    """`Weight` of layouts.h."""
+
+    _fields_ = [
+        ("data", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
+        ("num_rows", c_int64), ("num_cols", c_int64), ("row_bytes", c_int64), ("layout", c_int32),
+    ]  # fmt: skip
+
+
+_LINEAR_TYPES = (
+    c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int32, c_void_p, c_void_p
+)  # fmt: skip
+
+
+class NativeLibrary:
+    """A loaded shared object and its threads. Lives as long as the process: code is never unloaded.
+
+    Raises KernelsUnavailableError if the file cannot be loaded."""
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self.path = path
+        self.num_threads = num_threads
+        try:
+            holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailableError(f"cannot load {path}: {error}") from error
+        holding.preload_open.restype = c_void_p
+        self.has_wide_vectors = bool(holding.preload_has_wide_vectors())
+        self.context = c_void_p(holding.preload_open(num_threads))
+        for library in (holding, releasing):
+            library.preload_linear.argtypes = _LINEAR_TYPES
+            library.preload_linear.restype = None
+        self.linear = holding.preload_linear
+        self.linear_without_gil = releasing.preload_linear

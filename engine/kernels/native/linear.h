@@ -1,0 +1,115 @@
+// One linear operation of a decoder, shared among the threads:
+//
+//   out = product(norm(x), W₀ … Wₙ₋₁), one weight beside the other        (norm_weight: null = x as it is)
+//   out = silu(x · W₀ᵀ) · (x · W₁ᵀ)                                        (swiglu)
+//   out = residual + x · W₀ᵀ                                              (residual: null = none; out may be it)
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "elementwise.h"
+#include "products.h"
+
+struct Context {
+  explicit Context(int num_threads) : pool(num_threads), tiles(num_threads), sums(num_threads) {}
+  Pool pool;
+  std::vector<Scratch> tiles, sums;  // one per thread
+  Scratch normed, interleaved;
+  std::mutex mutex;  // one call at a time
+};
+
+struct LinearCall {
+  const Weight* weights;
+  int64_t num_weights;
+  const float* x;
+  int64_t x_stride, num_tokens;
+  const float* norm_weight;
+  float eps;
+  int32_t swiglu;
+  const float* residual;
+  float* out;  // contiguous
+};
+
+// Activations as the kernels read them. Copies only for a norm, for an interleaved layout, and for ragged columns.
+inline Activations prepare(Context& context, const LinearCall& call) {
+  const int64_t cols = call.weights[0].num_cols, padded = round_up(cols, 16);
+  Activations x{call.x, nullptr, call.x_stride};
+  bool wants_interleaved = false;
+  for (int64_t i = 0; i < call.num_weights; ++i) wants_interleaved |= is_interleaved(call.weights[i].layout);
+  const bool copies = call.norm_weight || cols % 16;
+  if (!copies && !wants_interleaved) return x;
+  float* normed = copies ? context.normed.get(call.num_tokens * padded) : nullptr;
+  float* interleaved = wants_interleaved ? context.interleaved.get(call.num_tokens * padded) : nullptr;
+  auto one = [&](int64_t t) {
+    const float* row = call.x + t * call.x_stride;
+    if (copies) {
+      float* to = normed + t * padded;
+      if (call.norm_weight) rms_norm(row, call.norm_weight, call.eps, cols, to);
+      else std::memcpy(to, row, cols * sizeof(float));
+      std::fill(to + cols, to + padded, 0.0f);
+      row = to;
+    }
+    if (wants_interleaved) interleave(row, cols, interleaved + t * padded);
+  };
+  if (call.num_tokens <= 8) {  // less work than waking a thread
+    for (int64_t t = 0; t < call.num_tokens; ++t) one(t);
+  } else {
+    const int64_t piece = 16;
+    context.pool.run((call.num_tokens + piece - 1) / piece, [&](uint32_t i, int) {
+      for (int64_t t = i * piece; t < std::min(call.num_tokens, (i + 1) * piece); ++t) one(t);
+    });
+  }
+  if (copies) x.plain = normed;
+  x.interleaved = interleaved;
+  x.stride = padded;
+  return x;
+}
+
+// Rows of a task: enough that claiming it costs nothing beside it, few enough that threads end together, and, with
+// many tokens, that the tile stays in the cache.
+inline int64_t rows_per_task(const Context& context, const LinearCall& call, int64_t total_rows) {
+  if (call.num_tokens <= kFewTokens) {
+    int64_t share = total_rows / (context.pool.num_threads() * 6);
+    return std::clamp<int64_t>(share / 16 * 16, 16, 256);
+  }
+  int64_t fitting = kTileBytes / (round_up(call.weights[0].num_cols, 16) * 4);
+  return std::clamp<int64_t>(fitting / 16 * 16, 16, 32);
+}
+
+inline void run_linear(Context& context, const LinearCall& call) {
+  if (call.num_tokens == 0) return;
+  int64_t total_rows = 0;
+  for (int64_t i = 0; i < call.num_weights; ++i) total_rows += call.weights[i].num_rows;
+  const int64_t out_stride = call.swiglu ? call.weights[0].num_rows : total_rows;
+  const int64_t rows = rows_per_task(context, call, total_rows);
+  const Activations x = prepare(context, call);
+  const int64_t num_columns = call.swiglu ? 1 : call.num_weights;  // of the output, one weight (or pair) each
+  std::vector<int64_t> first_task(num_columns + 1, 0);
+  for (int64_t i = 0; i < num_columns; ++i)
+    first_task[i + 1] = first_task[i] + (call.weights[i].num_rows + rows - 1) / rows;
+  const int64_t per_block = first_task[num_columns];
+  const int64_t blocks = (call.num_tokens + kTokenBlock - 1) / kTokenBlock;
+  context.pool.run(per_block * blocks, [&](uint32_t task, int thread) {
+    const int64_t token = task / per_block * kTokenBlock, within = task % per_block;
+    const int64_t tokens = std::min(kTokenBlock, call.num_tokens - token);
+    int64_t index = 0, offset = 0;
+    while (within >= first_task[index + 1]) offset += call.weights[index++].num_rows;
+    const Weight& w = call.weights[index];
+    const int64_t first = (within - first_task[index]) * rows, end = std::min(first + rows, w.num_rows);
+    float* sums = context.sums[thread].get((1 + call.swiglu) * kTokenBlock * rows);
+    any_rows_product(w, first, end, x, token, tokens, sums, rows, context.tiles[thread]);
+    if (call.swiglu) {
+      float* up = sums + kTokenBlock * rows;
+      any_rows_product(call.weights[1], first, end, x, token, tokens, up, rows, context.tiles[thread]);
+      for (int64_t t = 0; t < tokens; ++t) swiglu(sums + t * rows, up + t * rows, end - first);
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t at = (token + t) * out_stride + offset + first;
+      const float* from = sums + t * rows;
+      if (call.residual)
+        for (int64_t i = 0; i < end - first; ++i) call.out[at + i] = call.residual[at + i] + from[i];
+      else std::memcpy(call.out + at, from, (end - first) * sizeof(float));
+    }
+  });
+}

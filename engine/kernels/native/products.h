@@ -1,0 +1,211 @@
+// Products x · Wᵀ over any layout, with what surrounds them in a decoder: norm before, SwiGLU or residual after.
+//
+// Two ways, the same bits. A few tokens: decode and multiply in registers, so the weight's bytes are read once and
+// never stored. More: rows are decoded into a tile that stays in the core's cache and multiplied by all tokens of a
+// block from there. In both, one accumulator of 16 lanes per (token, row) takes the columns in order.
+#pragma once
+
+#include <cmath>
+
+#include "layouts.h"
+#include "pool.h"
+
+// Measured on SmolLM2's shapes: with five tokens, decoding once to the tile is cheaper than twice in registers.
+constexpr int64_t kFewTokens = 4;
+constexpr int64_t kTokenBlock = 128;     // 128 tokens of 1536 columns are 768 KiB: they stay in the L2 cache
+constexpr int64_t kTileBytes = 256 << 10;
+constexpr int kTileRows = 4;             // rows of a microkernel call; results come four at a time
+
+struct Activations {
+  const float* plain;        // rows of at least round_up(cols, 16) floats if is_padded
+  const float* interleaved;  // even columns of each 32 first; null if no layout asks for it
+  int64_t stride;
+};
+
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+INLINE Row row_of(const Weight& w, int64_t row) {
+  const int64_t groups = w.num_cols / 32;
+  return {w.data + row * w.row_bytes, w.scale ? w.scale + row * groups : nullptr,
+          w.minimum ? w.minimum + row * groups : nullptr};
+}
+
+// The last num_cols % kColumns weights of a dense row, followed by zeros.
+template <class L>
+INLINE V decode_tail(Row row, int64_t num_cols) {
+  const int64_t done = num_cols / L::kColumns;
+  uint8_t padded[64] = {};
+  const int64_t bytes = (num_cols % L::kColumns) * L::kBytes / L::kColumns;
+  std::memcpy(padded, row.data + done * L::kBytes, bytes);
+  V result = zero();
+  L::decode({padded, nullptr, nullptr}, 0, [&](int, V w) { result = w; });
+  return result;
+}
+
+// out[t * out_stride + i] = dot(x row t, weight row first + i), t < kTokens, i < 4; rows at or beyond `end` repeat
+// the last one. kRows of them share a pass over x, as many as leave the accumulators in registers.
+template <class L, int kTokens, int kRows>
+inline void few_tokens(const Weight& w, int64_t first, int64_t end, const float* x, int64_t x_stride, float* out,
+                       int64_t out_stride) {
+  const int64_t blocks = w.num_cols / L::kColumns;
+  for (int part = 0; part < kTileRows; part += kRows) {
+    Row rows[kRows];
+    V sums[kTokens][4];
+    for (int r = 0; r < kRows; ++r) rows[r] = row_of(w, std::min(first + part + r, end - 1));
+    for (int t = 0; t < kTokens; ++t)
+      for (int r = 0; r < 4; ++r) sums[t][r] = zero();
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float* at = x + block * L::kColumns;
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+        L::decode(rows[r], block, [&](int v, V weights) {
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t)
+            sums[t][r] = fma(weights, load(at + t * x_stride + v * 16), sums[t][r]);
+        });
+    }
+    if (L::kColumns == 16 && w.num_cols % 16)
+      for (int r = 0; r < kRows; ++r) {
+        V weights = decode_tail<L>(rows[r], w.num_cols);
+        for (int t = 0; t < kTokens; ++t)
+          sums[t][r] = fma(weights, load(x + t * x_stride + blocks * 16), sums[t][r]);
+      }
+    for (int t = 0; t < kTokens; ++t) {
+      float four[4];
+      sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], four);
+      for (int r = 0; r < kRows; ++r) out[t * out_stride + part + r] = four[r];
+    }
+  }
+}
+
+template <class L, int kTokens>
+inline void few_tokens_rows(const Weight& w, int64_t first, int64_t end, const float* x, int64_t x_stride, float* out,
+                            int64_t out_stride) {
+  constexpr int kRows = HAS_WIDE || kTokens == 1 ? 4 : kTokens == 2 ? 2 : 1;
+  for (int64_t row = first; row < end; row += kTileRows)
+    few_tokens<L, kTokens, kRows>(w, row, end, x, x_stride, out + row - first, out_stride);
+}
+
+// Rows first … end − 1 as floats: tile[i * stride + column], zeros up to a multiple of 16 columns.
+template <class L>
+inline void decode_tile(const Weight& w, int64_t first, int64_t end, float* tile, int64_t stride) {
+  const int64_t blocks = w.num_cols / L::kColumns;
+  for (int64_t row = first; row < end; ++row) {
+    const Row source = row_of(w, row);
+    float* at = tile + (row - first) * stride;
+    for (int64_t block = 0; block < blocks; ++block)
+      L::decode(source, block, [&](int v, V weights) { store(at + block * L::kColumns + v * 16, weights); });
+    if (L::kColumns == 16 && w.num_cols % 16) store(at + blocks * 16, decode_tail<L>(source, w.num_cols));
+  }
+}
+
+// out[t * out_stride + i] = dot(x row t, tile row i), t < kTokens, i < 4, over columns in whole vectors.
+#if HAS_WIDE
+constexpr int kTileTokens = 6;  // 24 accumulators, four rows and no more fit the 32 registers
+
+template <int kTokens>
+inline void tile_product(const float* x, int64_t x_stride, const float* tile, int64_t tile_stride, int64_t columns,
+                         float* out, int64_t out_stride) {
+  V sums[kTokens][4];
+  for (int t = 0; t < kTokens; ++t)
+    for (int r = 0; r < 4; ++r) sums[t][r] = zero();
+  for (int64_t k = 0; k < columns; k += 16) {
+    V rows[4];
+    for (int r = 0; r < 4; ++r) rows[r] = load(tile + r * tile_stride + k);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      V token = load(x + t * x_stride + k);
+      for (int r = 0; r < 4; ++r) sums[t][r] = fma(rows[r], token, sums[t][r]);
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], out + t * out_stride);
+}
+#else
+constexpr int kTileTokens = 3;  // 12 accumulators of eight lanes and three tokens in 16 registers
+
+INLINE F8 fma8(F8 a, F8 b, F8 c) {
+#if defined(__FMA__)
+  return (F8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <int kTokens>
+inline void tile_product(const float* x, int64_t x_stride, const float* tile, int64_t tile_stride, int64_t columns,
+                         float* out, int64_t out_stride) {
+  V sums[kTokens][4];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    F8 part[kTokens][4] = {};
+    for (int64_t k = half * 8; k < columns; k += 16) {
+      F8 tokens[kTokens];
+      for (int t = 0; t < kTokens; ++t) tokens[t] = read<F8>(x + t * x_stride + k);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        F8 row = read<F8>(tile + r * tile_stride + k);
+        for (int t = 0; t < kTokens; ++t) part[t][r] = fma8(row, tokens[t], part[t][r]);
+      }
+    }
+    for (int t = 0; t < kTokens; ++t)
+      for (int r = 0; r < 4; ++r) (half ? sums[t][r].hi : sums[t][r].lo) = part[t][r];
+  }
+  for (int t = 0; t < kTokens; ++t) sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3], out + t * out_stride);
+}
+#endif
+
+inline void tile_products(int64_t tokens, const float* x, int64_t x_stride, const float* tile, int64_t tile_stride,
+                          int64_t rows, int64_t columns, float* out, int64_t out_stride) {
+  const int64_t groups = (tokens + kTileTokens - 1) / kTileTokens;
+  for (int64_t g = 0; g < groups; ++g) {  // groups of nearly equal size: seven tokens are 4 + 3, not 6 + 1
+    const int64_t t = tokens * g / groups, count = tokens * (g + 1) / groups - t;
+    for (int64_t r = 0; r < rows; r += kTileRows) {
+      const float *xs = x + t * x_stride, *ws = tile + r * tile_stride;
+      float* to = out + t * out_stride + r;
+      switch (count) {
+        case 1: tile_product<1>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+        case 2: tile_product<2>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+        case 3: tile_product<3>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+#if HAS_WIDE
+        case 4: tile_product<4>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+        case 5: tile_product<5>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+        case 6: tile_product<6>(xs, x_stride, ws, tile_stride, columns, to, out_stride); break;
+#endif
+      }
+    }
+  }
+}
+
+// sums[t * stride + i] = (x · Wᵀ + bias)[t, first + i]. `sums` has room for a multiple of four rows.
+template <class L>
+inline void rows_product(const Weight& w, int64_t first, int64_t end, const float* x, int64_t x_stride,
+                         int64_t tokens, float* sums, int64_t stride, Scratch& tiles) {
+  if (tokens == 1) few_tokens_rows<L, 1>(w, first, end, x, x_stride, sums, stride);
+  if (tokens == 2) few_tokens_rows<L, 2>(w, first, end, x, x_stride, sums, stride);
+  if (tokens == 3) few_tokens_rows<L, 3>(w, first, end, x, x_stride, sums, stride);
+  if (tokens == 4) few_tokens_rows<L, 4>(w, first, end, x, x_stride, sums, stride);
+  if (tokens > kFewTokens) {
+    const int64_t columns = round_up(w.num_cols, 16), rows = round_up(end - first, kTileRows);
+    float* tile = tiles.get(rows * columns);
+    decode_tile<L>(w, first, end, tile, columns);
+    std::memset(tile + (end - first) * columns, 0, (rows - (end - first)) * columns * sizeof(float));
+    tile_products(tokens, x, x_stride, tile, columns, rows, columns, sums, stride);
+  }
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t row = first; row < end; ++row) {
+      float& value = sums[t * stride + row - first];
+      if (L::kRowScale) value *= w.scale[row];
+      if (w.bias) value += w.bias[row];
+    }
+}
+
+inline void any_rows_product(const Weight& w, int64_t first, int64_t end, const Activations& x, int64_t token,
+                             int64_t tokens, float* sums, int64_t stride, Scratch& tiles) {
+  with_layout(w.layout, [&](auto layout) {
+    using L = decltype(layout);
+    const float* rows = (L::kInterleaved ? x.interleaved : x.plain) + token * x.stride;
+    rows_product<L>(w, first, end, rows, x.stride, tokens, sums, stride, tiles);
+  });
+}
+
+INLINE bool is_interleaved(int32_t layout) { return layout == kInt4Group32; }
