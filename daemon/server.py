@@ -34,6 +34,7 @@ from .service import WeightCacheService
 log = logging.getLogger(__name__)
 
 _MAX_SOCKET_PATH = 107
+_STOP_GRACE_S = 0.5
 _KEEPER_INTERVAL_S = 1.0
 _SERVICE = weight_cache_pb2.DESCRIPTOR.services_by_name["WeightCache"].full_name
 _GRPC_OPTIONS = (
@@ -89,13 +90,22 @@ async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
     notifier.stopping()
     await health.enter_graceful_shutdown()
     await cache.drain()
-    await server.stop(grace=config.drain_timeout_s)
+    await _holders_to_leave(cache, config.drain_timeout_s)
+    await server.stop(grace=_STOP_GRACE_S)
     http.should_exit = True
     for task in background:
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     handover.close()
     return 0 if await probes else 1
+
+
+async def _holders_to_leave(cache: WeightCache, timeout_s: float) -> None:
+    """Meanwhile the server goes on answering, if only with DRAINING: a closed door would tell a client nothing."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while cache.leases.all():
+                await asyncio.sleep(0.05)
 
 
 async def _serve_http(http: HttpServer, stop: asyncio.Event) -> bool:
