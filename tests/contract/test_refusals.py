@@ -116,26 +116,25 @@ def test_check_gives_the_reason_an_attach_would_and_its_exit_code(
 
 
 def test_a_draining_daemon_refuses_new_work_by_that_reason(
-    make_daemon: Callable[..., Any], gate: Any, raw_checkpoint: Path, hold: Callable[..., Any],
-    start_load: Callable[..., Any], wait_for: Callable[..., Any],
-) -> None:  # fmt: skip
-    daemon = make_daemon("--drain-timeout-s", "20", command=gate.command())
-    holder = Scene(daemon, gate, raw_checkpoint, hold, start_load)
+    make_daemon: Callable[..., Any], raw_checkpoint: Path, hold: Callable[..., Any]
+) -> None:
+    """It drains for as long as somebody holds a lease, up to its limit."""
+    daemon = make_daemon("--drain-timeout-s", "50")
     daemon.load(raw_checkpoint, model="raw")
+    holder = hold(daemon, raw_checkpoint, recipe={"model": "raw"})
+    daemon.process.send_signal(signal.SIGTERM)
+    assert holder.event() == ("draining", "")
     with daemon.control() as control:
-        control.list()
-        holder.draining()
-
-        def is_refused() -> bool:
-            try:
-                control.check(make_selector(raw_checkpoint, recipe=RAW))
-            except errors.DrainingError:
-                return True
-            except errors.DaemonUnreachableError:
-                return True
-            return False
-
-        wait_for(is_refused, "the daemon to refuse")
+        with pytest.raises(errors.DrainingError):
+            control.check(make_selector(raw_checkpoint, recipe=RAW))
+        with pytest.raises(errors.DrainingError):
+            list(control.load(raw_checkpoint, RAW, timeout_s=60))
+        assert control.list().generations, "looking is still allowed"
+    with pytest.raises(errors.DrainingError):
+        attach(raw_checkpoint, recipe=RAW, runtime_dir=str(daemon.runtime_dir), tensors="buffers")
+    assert preload(daemon, "check", str(raw_checkpoint), "--model", "raw").returncode == 22
+    holder.end()
+    assert daemon.process.wait(40) == 0
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,11 @@ def test_an_attachment_outlives_its_lease_and_its_descriptors_are_closed(daemon:
                 links.add(os.readlink(f"/proc/self/fd/{fd}"))
             except FileNotFoundError:
                 continue  # the listing's own
-        return {link for link in links if "memfd:preload" in link}
+        return {link for link in links if "memfd:preload:outlives" in link}
 
-    daemon.load(raw_checkpoint, model="raw")
-    attachment = attach(
-        raw_checkpoint, recipe=Recipe(model="raw"), runtime_dir=str(daemon.runtime_dir), tensors="numpy"
-    )
+    checkpoint = raw_checkpoint.rename(raw_checkpoint.with_name("outlives.safetensors"))
+    daemon.load(checkpoint, model="raw")
+    attachment = attach(checkpoint, recipe=Recipe(model="raw"), runtime_dir=str(daemon.runtime_dir), tensors="numpy")
     tensor = attachment.tensors["a"]
     kept = tensor.tobytes()
     attachment.close()

@@ -91,3 +91,22 @@ def test_old_failures_are_forgotten() -> None:
         catalog.begin(Source(f"/m{number}", KEEP, Rank()), "host").fail(LoaderDiedError("gone"))
         catalog.forget_old_failures()
     assert len(list(catalog)) == Catalog.MAX_FAILED
+
+
+def test_a_prefix_of_two_ids_is_ambiguous() -> None:
+    """Two real ids never share eight digits within reach, so these are made to."""
+    catalog = Catalog()
+    first, second = ready(catalog), ready(catalog, recipe=F32)
+    first.id, second.id = "abcdef01" + "0" * 56, "abcdef01" + "1" * 56
+    with pytest.raises(BadRequestError, match="ambiguous"):
+        catalog.by_id("abcdef01")
+    assert catalog.by_id("abcdef010") is first
+
+
+def test_only_the_latest_failures_are_kept() -> None:
+    catalog = Catalog()
+    for number in range(20):
+        catalog.begin(Source(f"/{number}", KEEP, Rank()), "host").fail(LoaderDiedError("gone"))
+        catalog.forget_old_failures()
+    kept = [catalog.sources(generation)[0].path for generation in catalog]
+    assert kept == [f"/{number}" for number in range(4, 20)]
