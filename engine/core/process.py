@@ -90,6 +90,7 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             timeout_s=config.attach_timeout_s,
         )
     core = build_core(config, attachment, timeline)
+    gc.freeze()  # what is there now stays: later collections need not look at it
     with timeline.phase("ready"):
         loop = StepLoop(core, timeline, lambda: attachment.lease.report_phases(timeline.phases))
         identity = Identity(generation_id=attachment.generation_id, weights_bytes=attachment.resident_bytes)
@@ -99,8 +100,6 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     attachment.lease.report_phases(timeline.phases)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.drain(SIGTERM_DRAIN_MS))
-    gc.collect()
-    gc.freeze()
     _run_or_die(loop)
     server.stop()
     attachment.close()

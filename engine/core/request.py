@@ -120,13 +120,13 @@ class Request:
         """Raises RequestError if the request can never run."""
         if not self.prompt_ids:
             raise RequestError("the prompt has no tokens")
-        _check_ids("the prompt", self.prompt_ids, vocab_size)
-        _check_ids("output_ids", self.output_ids, vocab_size)
         if len(self.prompt_ids) >= max_model_len:
             raise RequestError(
                 f"the prompt has {len(self.prompt_ids)} tokens; with one token of output the model's length "
                 f"of {max_model_len} allows {max_model_len - 1}"
             )
+        _check_ids("the prompt", self.prompt_ids, vocab_size)
+        _check_ids("output_ids", self.output_ids, vocab_size)
         self.sampling.validate(vocab_size)
 
     def finish_reason(self, max_model_len: int) -> FinishReason:

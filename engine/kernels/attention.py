@@ -60,7 +60,8 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
     """Causal grouped-query attention of a step's tokens over their sequences' caches.
 
     query: dtype[num_tokens, num_heads, head_dim], num_heads a multiple of the caches' num_kv_heads.
-    Returns dtype[num_tokens, num_heads, head_dim]. Scores and softmax are float32, scaled by 1/sqrt(head_dim).
+    Returns dtype[num_tokens, num_heads, head_dim]. Scores are scaled by
+    1/sqrt(head_dim), and their softmax is taken in float32.
     Source: arXiv 1706.03762 section 3.2.1 (attention), 2305.13245 (groups), 2309.06180 (blocks).
     """
     out = torch.empty_like(query)
