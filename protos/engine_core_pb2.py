@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from preload.protos import weight_cache_pb2 as preload_dot_protos_dot_weight__cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n preload/protos/engine_core.proto\x12\x16preload.engine_core.v1\x1a!preload/protos/weight_cache.proto\"\x82\x01\n\x0b\x43oreRequest\x12\x31\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\".preload.engine_core.v1.AddRequestH\x00\x12\x35\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32$.preload.engine_core.v1.AbortRequestH\x00\x42\t\n\x07request\"\x94\x01\n\nAddRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.preload.engine_core.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x11\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x9a\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12I\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x35.preload.engine_core.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\x0e \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"D\n\nStepOutput\x12\x36\n\x07outputs\x18\x01 \x03(\x0b\x32%.preload.engine_core.v1.RequestOutput\"\xbb\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x37\n\x08logprobs\x18\x03 \x03(\x0b\x32%.preload.engine_core.v1.TokenLogprobs\x12;\n\rfinish_reason\x18\x04 \x01(\x0e\x32$.preload.engine_core.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\x92\x03\n\rStatsResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x05 \x01(\r\x12\x1a\n\x12num_free_kv_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12.\n\x06phases\x18\x0f \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\x12\x15\n\rweights_bytes\x18\x10 \x01(\x04*\x8a\x01\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\x91\x02\n\nEngineCore\x12W\n\x08Generate\x12#.preload.engine_core.v1.CoreRequest\x1a\".preload.engine_core.v1.StepOutput(\x01\x30\x01\x12T\n\x05\x44rain\x12$.preload.engine_core.v1.DrainRequest\x1a%.preload.engine_core.v1.DrainResponse\x12T\n\x05Stats\x12$.preload.engine_core.v1.StatsRequest\x1a%.preload.engine_core.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n preload/protos/engine_core.proto\x12\x16preload.engine_core.v1\x1a!preload/protos/weight_cache.proto\"\x82\x01\n\x0b\x43oreRequest\x12\x31\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\".preload.engine_core.v1.AddRequestH\x00\x12\x35\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32$.preload.engine_core.v1.AbortRequestH\x00\x42\t\n\x07request\"\x94\x01\n\nAddRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.preload.engine_core.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x11\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x9a\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12I\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x35.preload.engine_core.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x18\n\x10num_top_logprobs\x18\x0e \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"D\n\nStepOutput\x12\x36\n\x07outputs\x18\x01 \x03(\x0b\x32%.preload.engine_core.v1.RequestOutput\"\xbb\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x37\n\x08logprobs\x18\x03 \x03(\x0b\x32%.preload.engine_core.v1.TokenLogprobs\x12;\n\rfinish_reason\x18\x04 \x01(\x0e\x32$.preload.engine_core.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x10\n\x0ePromoteRequest\")\n\x0fPromoteResponse\x12\x16\n\x0ekv_cache_bytes\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xa3\x03\n\rStatsResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x05 \x01(\r\x12\x1a\n\x12num_free_kv_blocks\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12.\n\x06phases\x18\x0f \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\x12\x15\n\rweights_bytes\x18\x10 \x01(\x04\x12\x0f\n\x07standby\x18\x11 \x01(\x08*\x8a\x01\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xed\x02\n\nEngineCore\x12W\n\x08Generate\x12#.preload.engine_core.v1.CoreRequest\x1a\".preload.engine_core.v1.StepOutput(\x01\x30\x01\x12Z\n\x07Promote\x12&.preload.engine_core.v1.PromoteRequest\x1a\'.preload.engine_core.v1.PromoteResponse\x12T\n\x05\x44rain\x12$.preload.engine_core.v1.DrainRequest\x1a%.preload.engine_core.v1.DrainResponse\x12T\n\x05Stats\x12$.preload.engine_core.v1.StatsRequest\x1a%.preload.engine_core.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1658
-  _globals['_FINISHREASON']._serialized_end=1796
+  _globals['_FINISHREASON']._serialized_start=1736
+  _globals['_FINISHREASON']._serialized_end=1874
   _globals['_COREREQUEST']._serialized_start=96
   _globals['_COREREQUEST']._serialized_end=226
   _globals['_ADDREQUEST']._serialized_start=229
@@ -52,14 +52,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTOUTPUT']._serialized_end=1086
   _globals['_TOKENLOGPROBS']._serialized_start=1088
   _globals['_TOKENLOGPROBS']._serialized_end=1159
-  _globals['_DRAINREQUEST']._serialized_start=1161
-  _globals['_DRAINREQUEST']._serialized_end=1196
-  _globals['_DRAINRESPONSE']._serialized_start=1198
-  _globals['_DRAINRESPONSE']._serialized_end=1234
-  _globals['_STATSREQUEST']._serialized_start=1236
-  _globals['_STATSREQUEST']._serialized_end=1250
-  _globals['_STATSRESPONSE']._serialized_start=1253
-  _globals['_STATSRESPONSE']._serialized_end=1655
-  _globals['_ENGINECORE']._serialized_start=1799
-  _globals['_ENGINECORE']._serialized_end=2072
+  _globals['_PROMOTEREQUEST']._serialized_start=1161
+  _globals['_PROMOTEREQUEST']._serialized_end=1177
+  _globals['_PROMOTERESPONSE']._serialized_start=1179
+  _globals['_PROMOTERESPONSE']._serialized_end=1220
+  _globals['_DRAINREQUEST']._serialized_start=1222
+  _globals['_DRAINREQUEST']._serialized_end=1257
+  _globals['_DRAINRESPONSE']._serialized_start=1259
+  _globals['_DRAINRESPONSE']._serialized_end=1295
+  _globals['_STATSREQUEST']._serialized_start=1297
+  _globals['_STATSREQUEST']._serialized_end=1311
+  _globals['_STATSRESPONSE']._serialized_start=1314
+  _globals['_STATSRESPONSE']._serialized_end=1733
+  _globals['_ENGINECORE']._serialized_start=1877
+  _globals['_ENGINECORE']._serialized_end=2242
 # @@protoc_insertion_point(module_scope)

@@ -311,6 +311,40 @@ class TokenLogprobs(_message.Message):
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
+class PromoteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteRequest: _TypeAlias = PromoteRequest  # noqa: Y015
+
+@_typing.final
+class PromoteResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    kv_cache_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        kv_cache_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_bytes", b"kv_cache_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteResponse: _TypeAlias = PromoteResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -384,6 +418,7 @@ class StatsResponse(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     pid: _builtins.int
     num_running: _builtins.int
@@ -393,12 +428,15 @@ class StatsResponse(_message.Message):
     block_size: _builtins.int
     kv_cache_bytes: _builtins.int
     num_steps: _builtins.int
+    """a core that has work and whose steps do not grow hangs"""
     num_prompt_tokens: _builtins.int
     num_output_tokens: _builtins.int
     num_preemptions: _builtins.int
     max_model_len: _builtins.int
     max_num_seqs: _builtins.int
     weights_bytes: _builtins.int
+    standby: _builtins.bool
+    """waits to be promoted, without KV memory"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_weight_cache_pb2.Phase]: ...
     def __init__(
@@ -420,10 +458,11 @@ class StatsResponse(_message.Message):
         max_num_seqs: _builtins.int = ...,
         phases: _abc.Iterable[_weight_cache_pb2.Phase] | None = ...,
         weights_bytes: _builtins.int = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class EngineCoreStub:
                 request_serializer=preload_dot_protos_dot_engine__core__pb2.CoreRequest.SerializeToString,
                 response_deserializer=preload_dot_protos_dot_engine__core__pb2.StepOutput.FromString,
                 _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/preload.engine_core.v1.EngineCore/Promote',
+                request_serializer=preload_dot_protos_dot_engine__core__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=preload_dot_protos_dot_engine__core__pb2.PromoteResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/preload.engine_core.v1.EngineCore/Drain',
                 request_serializer=preload_dot_protos_dot_engine__core__pb2.DrainRequest.SerializeToString,
@@ -59,7 +64,17 @@ class EngineCoreServicer:
         Precondition: the core is SERVING (grpc.health.v1). One stream at a time; a second is refused.
         Effect: a request is owned by the core until its output carries a finish_reason. When the stream ends,
         every request of it is dropped. A bad request finishes with FINISH_REASON_ERROR and harms no other.
-        Errors: FAILED_PRECONDITION (a stream is open already, or the core is draining).
+        Errors: FAILED_PRECONDITION (a stream is open already, the core is draining, or a standby).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promote(self, request, context):
+        """Makes a standby core serve: it gets its KV memory and says SERVING. Until then its health is NOT_SERVING and
+        Generate is refused. Precondition: the core listens, which a standby does once it is warm. Idempotent: a core
+        that serves already answers at once.
+        Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +101,11 @@ def add_EngineCoreServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=preload_dot_protos_dot_engine__core__pb2.CoreRequest.FromString,
                     response_serializer=preload_dot_protos_dot_engine__core__pb2.StepOutput.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=preload_dot_protos_dot_engine__core__pb2.PromoteRequest.FromString,
+                    response_serializer=preload_dot_protos_dot_engine__core__pb2.PromoteResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -125,6 +145,33 @@ class EngineCore:
             '/preload.engine_core.v1.EngineCore/Generate',
             preload_dot_protos_dot_engine__core__pb2.CoreRequest.SerializeToString,
             preload_dot_protos_dot_engine__core__pb2.StepOutput.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/preload.engine_core.v1.EngineCore/Promote',
+            preload_dot_protos_dot_engine__core__pb2.PromoteRequest.SerializeToString,
+            preload_dot_protos_dot_engine__core__pb2.PromoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

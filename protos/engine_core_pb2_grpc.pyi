@@ -36,7 +36,13 @@ class EngineCoreStub:
     Precondition: the core is SERVING (grpc.health.v1). One stream at a time; a second is refused.
     Effect: a request is owned by the core until its output carries a finish_reason. When the stream ends,
     every request of it is dropped. A bad request finishes with FINISH_REASON_ERROR and harms no other.
-    Errors: FAILED_PRECONDITION (a stream is open already, or the core is draining).
+    Errors: FAILED_PRECONDITION (a stream is open already, the core is draining, or a standby).
+    """
+    Promote: _grpc.UnaryUnaryMultiCallable[_engine_core_pb2.PromoteRequest, _engine_core_pb2.PromoteResponse]
+    """Makes a standby core serve: it gets its KV memory and says SERVING. Until then its health is NOT_SERVING and
+    Generate is refused. Precondition: the core listens, which a standby does once it is warm. Idempotent: a core
+    that serves already answers at once.
+    Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_core_pb2.DrainRequest, _engine_core_pb2.DrainResponse]
     """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors."""
@@ -51,7 +57,13 @@ class EngineCoreAsyncStub(EngineCoreStub):
     Precondition: the core is SERVING (grpc.health.v1). One stream at a time; a second is refused.
     Effect: a request is owned by the core until its output carries a finish_reason. When the stream ends,
     every request of it is dropped. A bad request finishes with FINISH_REASON_ERROR and harms no other.
-    Errors: FAILED_PRECONDITION (a stream is open already, or the core is draining).
+    Errors: FAILED_PRECONDITION (a stream is open already, the core is draining, or a standby).
+    """
+    Promote: _aio.UnaryUnaryMultiCallable[_engine_core_pb2.PromoteRequest, _engine_core_pb2.PromoteResponse]  # type: ignore[assignment]
+    """Makes a standby core serve: it gets its KV memory and says SERVING. Until then its health is NOT_SERVING and
+    Generate is refused. Precondition: the core listens, which a standby does once it is warm. Idempotent: a core
+    that serves already answers at once.
+    Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
     """
     Drain: _aio.UnaryUnaryMultiCallable[_engine_core_pb2.DrainRequest, _engine_core_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors."""
@@ -69,7 +81,19 @@ class EngineCoreServicer(metaclass=_abc_1.ABCMeta):
         Precondition: the core is SERVING (grpc.health.v1). One stream at a time; a second is refused.
         Effect: a request is owned by the core until its output carries a finish_reason. When the stream ends,
         every request of it is dropped. A bad request finishes with FINISH_REASON_ERROR and harms no other.
-        Errors: FAILED_PRECONDITION (a stream is open already, or the core is draining).
+        Errors: FAILED_PRECONDITION (a stream is open already, the core is draining, or a standby).
+        """
+
+    @_abc_1.abstractmethod
+    def Promote(
+        self,
+        request: _engine_core_pb2.PromoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_core_pb2.PromoteResponse, _abc.Awaitable[_engine_core_pb2.PromoteResponse]]:
+        """Makes a standby core serve: it gets its KV memory and says SERVING. Until then its health is NOT_SERVING and
+        Generate is refused. Precondition: the core listens, which a standby does once it is warm. Idempotent: a core
+        that serves already answers at once.
+        Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
         """
 
     @_abc_1.abstractmethod

@@ -47,6 +47,7 @@ class CoreConfig:
     num_threads: int = _help("threads of tensor operations; 0 = the CPUs this process may use", 0)
     attach_timeout_s: float = _help("seconds the daemon may take to answer, re-hashing of files included", 600.0)
     spawned_at_ns: int = _help("CLOCK_MONOTONIC when the parent spawned this process; 0 = not known", 0)
+    standby: bool = _help("hold no KV memory and serve nothing until promoted", False)
     parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
 
     def __post_init__(self) -> None:

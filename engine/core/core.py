@@ -114,6 +114,14 @@ class EngineCore:
             self._finish(request)
         self._outputs = []
 
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Replaces the KV cache by one of `num_blocks`, the null block included. No request may be here."""
+        if self._requests:
+            raise AssertionError("the KV cache of running requests cannot be replaced")
+        block_size, decoder = self.cache.block_size, self.runner.decoder
+        self.cache = self.runner.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
+        self.scheduler.pool = BlockPool(num_blocks, block_size)
+
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
         """Runs one step on random ids; no request's state is touched."""

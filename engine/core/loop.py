@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from preload.engine.errors import CoreError
 from preload.engine.timeline import Timeline, now_ns
 from preload.protos import engine_core_pb2 as pb
 
@@ -60,16 +62,30 @@ class DrainAsked:
     deadline_ns: int
 
 
-Event = StreamOpened | RequestArrived | RequestsEnded | StreamClosed | DrainAsked
+@dataclass(frozen=True)
+class PromotionAsked:
+    """`done` gets the bytes of the KV cache, or the CoreError that says why there is none."""
+
+    done: Future[int] = field(default_factory=Future)
+
+
+Event = StreamOpened | RequestArrived | RequestsEnded | StreamClosed | DrainAsked | PromotionAsked
 
 
 class StepLoop:
-    """Runs in the main thread. `on_first_token` is called once, after the phase "first_token" is recorded."""
+    """Runs in the main thread. `on_first_token` is called once, after the phase "first_token" is recorded.
+
+    `allocate_kv` makes the loop a standby's: it is called when the core is promoted, and may raise CoreError."""
 
     def __init__(
-        self, core: EngineCore, timeline: Timeline, on_first_token: Callable[[], None] = lambda: None
+        self,
+        core: EngineCore,
+        timeline: Timeline,
+        on_first_token: Callable[[], None] = lambda: None,
+        allocate_kv: Callable[[], None] | None = None,
     ) -> None:
         self.core = core
+        self._allocate_kv = allocate_kv
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._timeline = timeline
         self._on_first_token = on_first_token
@@ -78,6 +94,10 @@ class StepLoop:
         self._stream: OutputStream | None = None
         self._requests_ended = False
         self._drain_deadline_ns: int | None = None
+
+    @property
+    def standby(self) -> bool:
+        return self._allocate_kv is not None
 
     def run(self) -> None:
         """Steps until drained. The stream, if one is open, is ended."""
@@ -115,6 +135,19 @@ class StepLoop:
                 self._stream, self._first_arrival = None, None
             case DrainAsked(deadline_ns):
                 self._drain_deadline_ns = deadline_ns
+            case PromotionAsked(done):
+                self._promote(done)
+
+    def _promote(self, done: Future[int]) -> None:
+        if self._allocate_kv is not None:
+            try:
+                with self._timeline.phase("promote"):
+                    self._allocate_kv()
+            except CoreError as error:
+                done.set_exception(error)
+                return
+            self._allocate_kv = None
+        done.set_result(self.core.cache.num_bytes)
 
     def _handle_request(self, message: pb.CoreRequest, at_ns: int) -> None:
         if message.HasField("abort"):

@@ -25,6 +25,7 @@ from .config import CoreConfig
 
 if TYPE_CHECKING:
     from preload.engine.client import Attachment
+    from preload.engine.models.decoder import Decoder
 
     from .core import EngineCore
     from .loop import StepLoop
@@ -92,7 +93,12 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     core = build_core(config, attachment, timeline)
     gc.freeze()  # what is there now stays: later collections need not look at it
     with timeline.phase("ready"):
-        loop = StepLoop(core, timeline, lambda: attachment.lease.report_phases(timeline.phases))
+        loop = StepLoop(
+            core,
+            timeline,
+            lambda: attachment.lease.report_phases(timeline.phases),
+            (lambda: allocate_kv(config, core)) if config.standby else None,
+        )
         identity = Identity(generation_id=attachment.generation_id, weights_bytes=attachment.resident_bytes)
         service = CoreService(loop, timeline, identity)
         server = CoreServer(service, config.socket_path)
@@ -107,15 +113,16 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
 
 
 def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -> EngineCore:
-    """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up"."""
+    """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up".
+
+    A standby gets the smallest cache there is: its memory comes with its promotion."""
     import torch
 
     from preload.engine.models.decoder import Decoder
     from preload.engine.models.spec import ModelSpec
 
     from .core import EngineCore
-    from .kv_cache import block_bytes
-    from .memory import num_kv_blocks, resolve_max_model_len
+    from .memory import resolve_max_model_len
 
     with timeline.phase("build"):
         resolved = attachment.resolved_recipe
@@ -129,16 +136,9 @@ def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -
         decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype)
     with timeline.phase("kv_cache"):
         max_model_len = resolve_max_model_len(config.max_model_len, spec)
-        num_blocks = num_kv_blocks(
-            kv_cache_bytes=config.kv_cache_bytes,
-            block_bytes=block_bytes(spec, config.block_size, dtype),
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-        )
         core = EngineCore(
             decoder,
-            num_blocks=num_blocks,
+            num_blocks=2 if config.standby else wanted_blocks(config, decoder, max_model_len),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
@@ -147,6 +147,25 @@ def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -
     with timeline.phase("warm_up"):
         core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
     return core
+
+
+def wanted_blocks(config: CoreConfig, decoder: Decoder, max_model_len: int) -> int:
+    """Blocks of the KV cache that `config` asks for, or that memory allows now. Raises CoreError."""
+    from .kv_cache import block_bytes
+    from .memory import num_kv_blocks
+
+    return num_kv_blocks(
+        kv_cache_bytes=config.kv_cache_bytes,
+        block_bytes=block_bytes(decoder.spec, config.block_size, decoder.dtype),
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def allocate_kv(config: CoreConfig, core: EngineCore) -> None:
+    """Gives a standby the KV cache it serves with. Raises CoreError."""
+    core.allocate_kv(wanted_blocks(config, core.runner.decoder, core.max_model_len))
 
 
 def _run_or_die(loop: StepLoop) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
 import grpc
@@ -21,13 +22,23 @@ from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
 
 from .core import EngineCore
-from .loop import DrainAsked, OutputStream, RequestArrived, RequestsEnded, StepLoop, StreamClosed, StreamOpened
+from .loop import (
+    DrainAsked,
+    OutputStream,
+    PromotionAsked,
+    RequestArrived,
+    RequestsEnded,
+    StepLoop,
+    StreamClosed,
+    StreamOpened,
+)
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
 SERVICE = "preload.engine_core.v1.EngineCore"
 _NUM_THREADS = 8  # one Generate, some Health.Watch, and short rpcs
 _STOP_GRACE_S = 5.0
+_PROMOTION_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,11 @@ class CoreService(pb_grpc.EngineCoreServicer):
         self._lock = threading.Lock()
         self._stream_open = False
         self._draining = False
+        self.on_promoted: Callable[[], None] = lambda: None
+
+    @property
+    def standby(self) -> bool:
+        return self._loop.standby
 
     def Generate(  # noqa: N802
         self, request_iterator: Iterator[pb.CoreRequest], context: grpc.ServicerContext
@@ -64,13 +80,27 @@ class CoreService(pb_grpc.EngineCoreServicer):
         threading.Thread(target=self._read, args=(request_iterator,), name="core-requests", daemon=True).start()
         return iter(stream)
 
+    def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:  # noqa: N802
+        asked = PromotionAsked()
+        self._loop.inbox.put(asked)
+        try:
+            kv_cache_bytes = asked.done.result(_PROMOTION_S)
+        except CoreError as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+        except FutureTimeoutError:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the step loop has ended or does not turn; use another core")
+        self.on_promoted()
+        return pb.PromoteResponse(kv_cache_bytes=kv_cache_bytes)
+
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:  # noqa: N802
         num_running = self._loop.core.num_requests
         self.drain(request.deadline_ms)
         return pb.DrainResponse(num_running=num_running)
 
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:  # noqa: N802
-        return stats(self._loop.core, self._timeline, self._identity)
+        answer = stats(self._loop.core, self._timeline, self._identity)
+        answer.standby = self.standby
+        return answer
 
     def drain(self, deadline_ms: int) -> None:
         """Refuses streams from now on, and tells the loop. Also called from a signal handler: takes no lock."""
@@ -80,6 +110,8 @@ class CoreService(pb_grpc.EngineCoreServicer):
     def _refusal(self) -> str:
         if self._draining:
             return "the engine core is draining; use another"
+        if self.standby:
+            return "the engine core is a standby; promote it first"
         return "a Generate stream is open already; the core serves one frontend" if self._stream_open else ""
 
     def _read(self, request_iterator: Iterator[pb.CoreRequest]) -> None:
@@ -121,7 +153,7 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
 
 
 class CoreServer:
-    """A listening gRPC server around a CoreService; SERVING from `serve` until `stop`."""
+    """A listening gRPC server around a CoreService; SERVING from `serve`, or a standby's promotion, until `stop`."""
 
     def __init__(self, service: CoreService, socket_path: str) -> None:
         self._health = health.HealthServicer()
@@ -135,9 +167,16 @@ class CoreServer:
         pb_grpc.add_EngineCoreServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._bind(socket_path)
+        self._standby = service.standby
+        service.on_promoted = self._set_serving
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def serve(self) -> None:
         self._server.start()
+        if not self._standby:
+            self._set_serving()
+
+    def _set_serving(self) -> None:
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self) -> None:

@@ -248,3 +248,36 @@ def test_a_broken_invariant_ends_the_process_with_a_traceback(
         assert process.wait(TIMEOUT_S) == 1
         assert process.stderr is not None
         assert "block 7 is owned twice" in process.stderr.read()
+
+
+def test_a_standby_serves_nothing_until_it_is_promoted_and_then_as_any_other(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any, wait_for: Any
+) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint), standby=True)
+    stats = core.stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S, wait_for_ready=True)
+    assert stats.standby
+    assert [phase.name for phase in stats.phases] == PHASES
+    assert stats.num_kv_blocks == 1
+    assert not core.serving()
+    with pytest.raises(grpc.RpcError, match="promote it first"):
+        core.generate([1, 2, 3])
+    promoted = core.stub.Promote(pb.PromoteRequest(), timeout=TIMEOUT_S)
+    assert core.serving()
+    stats = core.stats()
+    assert (stats.standby, stats.kv_cache_bytes) == (False, promoted.kv_cache_bytes)
+    assert stats.num_kv_blocks > 1
+    assert core.generate([1, 2, 3]) == tiny.greedy([1, 2, 3], 8)
+    assert core.stub.Promote(pb.PromoteRequest(), timeout=TIMEOUT_S) == promoted
+
+
+def test_a_standby_whose_cache_does_not_fit_says_so_when_it_is_promoted(
+    daemon: Any, checkpoint: Path, start_core: Any
+) -> None:
+    daemon.load(checkpoint)
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint), standby=True, kv_cache_bytes=1000)
+    with pytest.raises(grpc.RpcError) as refused:
+        core.stub.Promote(pb.PromoteRequest(), timeout=TIMEOUT_S, wait_for_ready=True)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "KV cache of 1000 bytes" in refused.value.details()
+    assert core.process.poll() is None
