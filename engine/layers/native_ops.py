@@ -1,0 +1,185 @@
+"""The decoder's operations in native code, fused: float32 on CPUs.
+
+Owns the translation of weights, caches and batches to the C structures of native/library.py, done once per weight
+and once per step. Results are the same bits for a token whatever batch it is in and whatever the number of threads.
+What the kernels do not cover (a head_dim that is no multiple of 16, float16 activations) is left to TorchOps, and
+`describe` says so. Weights are read where they are mapped; nothing of them is copied or written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+import torch
+from torch import Tensor
+
+from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.kernels.native.library import (
+    HOLDS_GIL_TOKENS,
+    LAYOUT_IDS,
+    AttentionStepStruct,
+    NativeLibrary,
+    WeightStruct,
+)
+from preload.engine.quantization.layouts import DENSE
+
+from .linear import Linear
+from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
+from .weights import Weight
+
+
+def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
+    """The fastest operations for a compute dtype. Other dtypes than float32 get native products only."""
+    width = "AVX-512" if library.has_wide_vectors else "8-lane"
+    note = f"native {width} kernels on {library.num_threads} threads ({library.path.name})"
+    if dtype == torch.float32:
+        return NativeOps(library, note)
+    products = NativeProducts(library)
+    return TorchOps(products, f"products by {note}, the rest by torch in {dtype}")
+
+
+class NativeOps:
+    """All operations of float32 activations."""
+
+    def __init__(self, library: NativeLibrary, note: str) -> None:
+        self._library = library
+        self._note = note
+        self._torch_attention = ""
+        self._steps = StepStructs()
+
+    def describe(self) -> str:
+        return self._note + self._torch_attention
+
+    def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        num_rows = sum(linear.weight.num_rows for linear in linears)
+        return NativeLinear(self._library, linears, num_rows, norm=norm)
+
+    def added_projection(self, linear: Linear) -> AddedProjection:
+        return NativeLinear(self._library, [linear], linear.weight.num_rows)
+
+    def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        return NativeLinear(self._library, [gate, up], gate.weight.num_rows, norm=norm, swiglu=True)
+
+    def attention(self, heads: Heads) -> Attention:
+        if heads.head_dim % 16:
+            self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
+            return TorchOps().attention(heads)
+        return NativeAttention(self._library, heads, self._steps)
+
+
+class NativeLinear:
+    """One fused linear operation: norm, products, bias, SwiGLU or residual. See native/linear.h."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        linears: Sequence[Linear],
+        num_rows: int,
+        *,
+        norm: Norm | None = None,
+        swiglu: bool = False,
+    ) -> None:
+        self._holding, self._releasing = library.linear, library.linear_without_gil
+        self._session = library.session
+        self._num_cols = linears[0].weight.num_cols
+        self._num_rows = num_rows
+        self._structs = (WeightStruct * len(linears))(*(weight_struct(li.weight, li.bias) for li in linears))
+        self._weights, self._num_weights = ctypes.addressof(self._structs), len(linears)
+        self._owned = (list(linears), norm)  # the structures point into these
+        self._norm = _address(norm.weight) if norm else None
+        self._eps = norm.eps if norm else 0.0
+        self._swiglu = int(swiglu)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: float32[num_tokens, num_cols]; residual: float32[num_tokens, num_rows], contiguous, overwritten with
+        the result. Returns float32[num_tokens, num_rows]."""
+        if x.dtype != torch.float32 or x.shape[1] != self._num_cols:
+            raise AssertionError(f"x is {x.dtype}{list(x.shape)}; this product needs float32[n, {self._num_cols}]")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        num_tokens = x.shape[0]
+        out = torch.empty(num_tokens, self._num_rows) if residual is None else residual
+        call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
+        call(
+            self._session, self._weights, self._num_weights, x.data_ptr(), x.stride(0), num_tokens,
+            self._norm, self._eps, self._swiglu, None if residual is None else residual.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class NativeProducts:
+    """x · weightᵀ in x's dtype, computed in float32 by the native kernels."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._by_weight: dict[int, NativeLinear] = {}
+
+    def __call__(self, x: Tensor, weight: Weight) -> Tensor:
+        linear = self._by_weight.get(id(weight))
+        if linear is None:
+            linear = NativeLinear(self._library, [Linear(weight)], weight.num_rows)
+            self._by_weight[id(weight)] = linear
+        return linear(x.float()).to(x.dtype)
+
+
+class StepStructs:
+    """The C structure of the latest batch: built by the first layer of a step, shared by the others."""
+
+    def __init__(self) -> None:
+        self._batch: AttentionBatch | None = None
+        self._struct = AttentionStepStruct()
+        self._owned: tuple[Tensor, ...] = ()  # what the structure points into
+
+    def address(self, heads: Heads, rotation: Rotation, block_size: int, batch: AttentionBatch) -> int:
+        if batch is not self._batch:
+            cos, sin = (part.contiguous() for part in rotation)
+            starts, lengths = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
+            table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
+            slots = batch.slot_mapping.contiguous()
+            self._owned = (cos, sin, starts, lengths, table, slots)
+            self._struct = AttentionStepStruct(
+                *(_address(tensor) for tensor in self._owned),
+                table.stride(0), lengths.shape[0], slots.shape[0],
+                heads.num_heads, heads.num_kv_heads, heads.head_dim, block_size,
+            )  # fmt: skip
+            self._batch = batch
+        return ctypes.addressof(self._struct)
+
+
+class NativeAttention:
+    """Rotary embedding, KV write and attention in one call. See native/attention.h."""
+
+    def __init__(self, library: NativeLibrary, heads: Heads, steps: StepStructs) -> None:
+        self._holding, self._releasing = library.attention, library.attention_without_gil
+        self._session = library.session
+        self._heads = heads
+        self._steps = steps
+        self._num_rows = heads.num_heads * heads.head_dim
+
+    def __call__(self, qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+        keys, values = cache
+        num_tokens = qkv.shape[0]
+        step = self._steps.address(self._heads, rotation, keys.shape[1], batch)
+        out = torch.empty(num_tokens, self._num_rows)
+        call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
+        call(self._session, step, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        return out
+
+
+def weight_struct(weight: Weight, bias: Tensor | None = None) -> WeightStruct:
+    """`Weight` of layouts.h. Raises AssertionError for a weight whose rows are not contiguous."""
+    data = weight.parts["weight"]
+    layout = f"{DENSE}.{str(data.dtype).removeprefix('torch.')}" if weight.layout == DENSE else weight.layout
+    if any(not part.is_contiguous() for part in weight.parts.values()):
+        raise AssertionError(f"{weight.name}: the native kernels read contiguous rows")
+    return WeightStruct(
+        data.data_ptr(),
+        _address(weight.parts.get("scale")),
+        _address(weight.parts.get("min")),
+        _address(bias),
+        weight.num_rows, weight.num_cols, data.stride(0) * data.element_size(), LAYOUT_IDS[layout],
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

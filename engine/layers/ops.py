@@ -1,0 +1,121 @@
+"""What a decoder computes per layer, as operations that a device may do in one go; and their plain torch version.
+
+`Ops` is the seam: the decoder asks for its operations once, when it is built, and calls them in every step. A version
+for a device (engine/layers/native_ops.py for CPUs) fuses what is written here in small steps. `TorchOps` is the
+specification, and what runs where nothing faster does. Operations keep no state of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from preload.engine.kernels.activation import swiglu
+from preload.engine.kernels.attention import AttentionBatch, paged_attention, write_kv
+from preload.engine.kernels.norm import rms_norm
+from preload.engine.kernels.rotary import apply_rotary
+
+from .linear import Linear, product
+from .weights import Weight
+
+LayerCache = tuple[Tensor, Tensor]
+"""One layer's key and value caches: dtype[num_blocks, block_size, num_kv_heads, head_dim] each."""
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin of a step's positions: float32[num_tokens, head_dim/2] each."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm in front of a product. weight: dtype[num_cols]."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+Projection = Callable[[Tensor], Tensor]
+"""x: dtype[num_tokens, num_cols] → dtype[num_tokens, num_rows]"""
+
+AddedProjection = Callable[[Tensor, Tensor], Tensor]
+"""(x, residual: dtype[num_tokens, num_rows]) → residual + projection of x. The residual may be overwritten."""
+
+Attention = Callable[[Tensor, Rotation, LayerCache, AttentionBatch], Tensor]
+"""(queries, keys and values of each token side by side: dtype[num_tokens, (num_heads + 2·num_kv_heads)·head_dim],
+rotation, cache, batch) → dtype[num_tokens, num_heads·head_dim]. Rotates queries and keys, writes keys and values to
+the cache, attends. The first argument may be overwritten."""
+
+
+class Ops(Protocol):
+    """Operations over resident weights. Each call returns the operation, ready to be called in every step."""
+
+    def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        """Linear layers of one input, normed first if asked to, results side by side."""
+
+    def added_projection(self, linear: Linear) -> AddedProjection:
+        """A linear layer added to a residual."""
+
+    def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        """silu(gate(norm(x))) · up(norm(x))."""
+
+    def attention(self, heads: Heads) -> Attention:
+        """Rotary embedding, KV write and paged attention."""
+
+    def describe(self) -> str:
+        """One line for the log: which versions these are."""
+
+
+class TorchOps:
+    """The specification. `product` may be a faster product of the same results, `note` says what is in use."""
+
+    def __init__(self, product: Callable[[Tensor, Weight], Tensor] = product, note: str = "torch") -> None:
+        self._product = product
+        self._note = note
+
+    def describe(self) -> str:
+        return self._note
+
+    def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        def project(x: Tensor) -> Tensor:
+            x = x if norm is None else rms_norm(x, norm.weight, norm.eps)
+            results = [self._linear(x, linear) for linear in linears]
+            return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+        return project
+
+    def added_projection(self, linear: Linear) -> AddedProjection:
+        return lambda x, residual: residual + self._linear(x, linear)
+
+    def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        def project(x: Tensor) -> Tensor:
+            normed = rms_norm(x, norm.weight, norm.eps)
+            return swiglu(self._linear(normed, gate), self._linear(normed, up))
+
+        return project
+
+    def attention(self, heads: Heads) -> Attention:
+        kv_size = heads.num_kv_heads * heads.head_dim
+        sizes = (heads.num_heads * heads.head_dim, kv_size, kv_size)
+
+        def attend(qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+            query, key, value = (part.unflatten(1, (-1, heads.head_dim)) for part in qkv.split(sizes, dim=1))
+            write_kv(*cache, apply_rotary(key, *rotation), value, batch.slot_mapping)
+            return paged_attention(apply_rotary(query, *rotation), *cache, batch).flatten(1)
+
+        return attend
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        out = self._product(x, linear.weight)
+        return out if linear.bias is None else out + linear.bias
