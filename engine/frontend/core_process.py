@@ -38,6 +38,7 @@ class CoreLife:
     pid: int
     spawned_at_ns: int
     state: str = "starting"
+    warm_at_ns: int | None = None  # a standby: ready to be promoted
     ready_at_ns: int | None = None
     first_token_at_ns: int | None = None
     died_at_ns: int | None = None
