@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -111,7 +112,7 @@ def test_a_taken_probe_port_ends_the_daemon_with_a_message(tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ended = run_daemon(tmp_path / "run", "--http-port", str(port))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}; choose another --http-port" in ended.stderr
     assert not SOCKETS & {path.name for path in (tmp_path / "run").iterdir()}
 
@@ -210,8 +211,11 @@ def test_the_daemon_keeps_one_descriptor_for_each_segment(daemon: Any, raw_check
     from preload.engine.client.control import make_selector
 
     def segments() -> list[str]:
-        folder = f"/proc/{daemon.pid}/fd"
-        return [name for fd in os.listdir(folder) if "memfd:preload" in (name := os.readlink(f"{folder}/{fd}"))]
+        names = []
+        for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed while we looked
+                names.append(os.readlink(f"/proc/{daemon.pid}/fd/{fd}"))
+        return [name for name in names if f"memfd:preload:{raw_checkpoint.name}" in name]
 
     loaded = daemon.load(raw_checkpoint, model="raw")
     assert len(segments()) == loaded.num_segments

@@ -101,12 +101,3 @@ def test_a_prefix_of_two_ids_is_ambiguous() -> None:
     with pytest.raises(BadRequestError, match="ambiguous"):
         catalog.by_id("abcdef01")
     assert catalog.by_id("abcdef010") is first
-
-
-def test_only_the_latest_failures_are_kept() -> None:
-    catalog = Catalog()
-    for number in range(20):
-        catalog.begin(Source(f"/{number}", KEEP, Rank()), "host").fail(LoaderDiedError("gone"))
-        catalog.forget_old_failures()
-    kept = [catalog.sources(generation)[0].path for generation in catalog]
-    assert kept == [f"/{number}" for number in range(4, 20)]
