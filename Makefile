@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
-PROTOS := weight_cache loader engine_core catalog
+PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
 
 .PHONY: demo test bench lint format protos check-protos setup clean

@@ -9,6 +9,7 @@ from importlib import import_module
 COMMANDS = {
     "daemon": "keep weights resident: run the weight-cache daemon",
     "keeper": "run the daemon, and hold its weights while it restarts",
+    "template": "keep an engine core's imports ready, and fork cores from them",
     "load": "make a checkpoint resident",
     "serve": "serve a resident model with an OpenAI-compatible API",
     "status": "show the daemon, its generations, leases and their phases",

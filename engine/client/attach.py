@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from preload.engine.places import default_runtime_dir
 from preload.engine.recipe import Recipe
 from preload.engine.timeline import Phase, Timeline, now_ns
 from preload.protos import weight_cache_pb2 as pb
 
 from .binding import bind
-from .channel import default_runtime_dir
 from .control import make_selector
 from .lease import Lease
 from .mapping import fetch_descriptors, map_segments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,13 +23,6 @@ _OPTIONS = (
     # Two channels of one process to the same socket must not share a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def default_runtime_dir() -> str:
-    """/run/preload for root, the user's runtime folder otherwise: where a daemon serves unless told otherwise."""
-    if os.geteuid() == 0:
-        return "/run/preload"
-    return str(Path(os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")) / "preload")
 
 
 def open_channel(runtime_dir: str) -> grpc.Channel:

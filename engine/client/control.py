@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from preload.engine.errors import RequestError, from_proto
+from preload.engine.places import default_runtime_dir
 from preload.engine.recipe import Recipe
 from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
-from .channel import default_runtime_dir, open_channel, typed_errors, typed_stream
+from .channel import open_channel, typed_errors, typed_stream
 
 RPC_TIMEOUT_S = 10.0
 

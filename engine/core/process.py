@@ -38,7 +38,7 @@ SIGTERM_DRAIN_MS = 30_000
 _PR_SET_PDEATHSIG = 1
 
 
-def main(first_line_ns: int, argv: Sequence[str] | None = None) -> int:
+def main(first_line_ns: int, argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
     """Runs a core until it is drained; returns the exit code."""
     parent_pid = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m preload.engine.core")
@@ -47,7 +47,8 @@ def main(first_line_ns: int, argv: Sequence[str] | None = None) -> int:
         config = CoreConfig.from_json(parser.parse_args(argv).config_json)
     except RequestError as error:
         return _fail(EXIT_BAD_CONFIG, error)
-    die_with_parent(config.parent_pid or parent_pid)
+    if not is_forked:
+        die_with_parent(config.parent_pid or parent_pid)
     timeline = Timeline()
     timeline.add("exec", config.spawned_at_ns or first_line_ns, first_line_ns)
     try:

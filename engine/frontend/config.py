@@ -79,6 +79,9 @@ class FrontendConfig:
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "seconds that requests in flight may take to finish on SIGTERM"}
     )
+    template: bool = field(
+        default=True, metadata={"help": "fork cores from the template process, and start one where there is none"}
+    )
     core_ready_timeout_s: float = field(
         default=300.0, metadata={"help": "seconds a core may take to become ready before it is replaced"}
     )

@@ -1,6 +1,7 @@
-"""`CoreProcess`: one core subprocess from its spawn to its death, and what there is to tell about it.
+"""`CoreProcess`: one core from its start to its death, and what there is to tell about it.
 
-Owns the subprocess, its socket path and the tail of its output. It must be started from the main thread: the core
+Owns the process, its socket path and the tail of its output. A core is forked from the template if there is one;
+else it is started as a process, and a template is started for the next. Start it from the main thread: a process
 dies with the thread that started it.
 """
 
@@ -13,21 +14,21 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from preload.engine.timeline import Phase, now_ns
 
+from .core_launch import CoreCommand, CoreHandle, TemplatedCommand, provide_template, start_forked, start_fresh
 from .errors import StartError
+
+__all__ = ["CoreCommand", "CoreLife", "CoreProcess"]
 
 MAX_SOCKET_PATH_BYTES = 107
 _TAIL_LINES = 40
 _TAIL_LINE_CHARACTERS = 500
 _PROBE_S = 0.005
-
-CoreCommand = Callable[[str, int], Sequence[str]]
-"""(socket path, spawned_at_ns) to the command line of a core."""
+_UNKNOWN_EXIT_CODE = 255
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,7 @@ class CoreLife:
     died_at_ns: int | None = None
     exit_code: int | None = None
     exit_reason: str | None = None
+    is_forked: bool = False
     phases: list[Phase] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,27 +64,23 @@ class CoreProcess:
                 "use a shorter --runtime-dir"
             )
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._process: asyncio.subprocess.Process | None = None
+        self._handle: CoreHandle | None = None
         self._exit: asyncio.Task[int] | None = None
+        self._missing: TemplatedCommand | None = None
+        self._errands: set[asyncio.Task[None]] = set()
         self.life = CoreLife(serial=serial, pid=0, spawned_at_ns=now_ns())
 
     async def start(self, command: CoreCommand) -> None:
-        """Spawns the core in a session of its own, so that Ctrl-C reaches only the frontend."""
+        """Starts the core in a session of its own, so that Ctrl-C reaches only the frontend. Raises StartError."""
         arguments = command(self.socket_path, self.life.spawned_at_ns)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StartError(f"the engine core cannot be started: {error}") from error
-        self.life.pid = self._process.pid
-        assert self._process.stdout is not None
-        pump = asyncio.create_task(self._pump_output(self._process.stdout))
-        self._exit = asyncio.create_task(self._record_exit(self._process, pump))
+        if isinstance(command, TemplatedCommand):
+            self._handle = await start_forked(arguments, command.place)
+            self._missing = None if self._handle else command
+        self.life.is_forked = self._handle is not None
+        self._handle = self._handle or await start_fresh(arguments)
+        self.life.pid = self._handle.pid
+        pump = asyncio.create_task(self._pump_output(self._handle.output))
+        self._exit = asyncio.create_task(self._record_exit(self._handle, pump))
 
     @property
     def tail(self) -> list[str]:
@@ -119,10 +117,15 @@ class CoreProcess:
                 except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                     await asyncio.sleep(_PROBE_S)
                 else:
-                    return
+                    break
+        if self._missing is not None:  # only now: its imports would slow down those of the core
+            errand = asyncio.create_task(provide_template(self._missing.place))
+            self._errands.add(errand)
+            errand.add_done_callback(self._errands.discard)
+            self._missing = None
 
     async def wait_exit(self) -> int:
-        """Waits for the end of the process. Returns the exit code, negative for a signal."""
+        """Waits for the end of the process. Returns the exit code: negative for a signal, 255 if nobody knows it."""
         assert self._exit is not None
         return await asyncio.shield(self._exit)
 
@@ -131,8 +134,8 @@ class CoreProcess:
         assert self._exit is not None
         await asyncio.wait((self._exit,), timeout=timeout_s)
 
-    async def _record_exit(self, process: asyncio.subprocess.Process, pump: asyncio.Task[None]) -> int:
-        code = await process.wait()
+    async def _record_exit(self, handle: CoreHandle, pump: asyncio.Task[None]) -> int:
+        code = await handle.wait()
         self.life.died_at_ns = now_ns()
         self.life.exit_code = code
         # Grandchildren may hold the pipe open; the last words are there by then or never.
@@ -140,17 +143,18 @@ class CoreProcess:
         pump.cancel()
         self.life.exit_reason = self._describe(code)
         self.life.state = "dead"
-        return code
+        return _UNKNOWN_EXIT_CODE if code is None else code
 
-    def _describe(self, code: int) -> str:
+    def _describe(self, code: int | None) -> str:
+        if code is None:
+            return f"core {self.life.pid} ended; how, only its template knew, which has ended too"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         said = next((line for line in reversed(self._tail) if line.strip()), "") if code else ""
         return f"core {self.life.pid} {how}" + (f": {said}" if said else "")
 
     def signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+        if self._handle is not None:
+            self._handle.send_signal(number)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s`; waits for the end either way."""

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 from preload.engine.core.config import CoreConfig
 from preload.engine.errors import PreloadError
+from preload.engine.template.fingerprint import place_of
 from preload.engine.timeline import Timeline, now_ns
 
 from .config import FrontendConfig
+from .core_launch import TemplatedCommand
 from .core_process import CoreCommand, CoreProcess
 from .errors import StartError
 
@@ -81,7 +83,7 @@ def make_core_command(config: FrontendConfig) -> CoreCommand:
         return [sys.executable, "-m", "preload.engine.core", "--config-json", core.to_json()]
 
     command("", 0)  # an impossible combination of options is found before anything is started
-    return command
+    return TemplatedCommand(command, place_of(config.runtime_dir)) if config.template else command
 
 
 async def _serve(config: FrontendConfig, command: CoreCommand, timeline: Timeline) -> None:
@@ -136,7 +138,7 @@ def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
 def _private_folder(runtime_dir: str) -> Iterator[str]:
     """A folder of mode 0700 for the sockets of cores, removed at the end."""
     if not runtime_dir:
-        from preload.engine.client.channel import default_runtime_dir
+        from preload.engine.places import default_runtime_dir
 
         runtime_dir = default_runtime_dir()
     prefix = "frontend-"

@@ -1,0 +1,1 @@
+"""The template process: the imports of an engine core, done once; cores are forked from it."""
