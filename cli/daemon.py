@@ -16,6 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import logging
+    import os
 
     from preload.daemon.server import run as serve
     from preload.engine.recipe import LAYOUT_VERSION
@@ -25,4 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
         format="%(asctime)s preload-daemon %(levelname)s %(message)s",
     )
     overrides = given(arguments, DaemonConfig)
-    return serve(read_config(overrides.pop("config", ""), overrides, LAYOUT_VERSION))
+    path = os.path.abspath(overrides.pop("config")) if "config" in overrides else ""
+
+    def read() -> DaemonConfig:
+        return read_config(path, overrides, LAYOUT_VERSION)
+
+    return serve(read(), read)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from .options import add_runtime_dir
 
@@ -25,11 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import logging
 
-    from preload.daemon.config import default_runtime_dir
+    from preload.daemon import runtime_folder
     from preload.daemon.keeper import Keeper
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s preload-keeper %(levelname)s %(message)s")
-    runtime_dir = str(Path(arguments.runtime_dir or default_runtime_dir()).absolute())
+    runtime_dir = runtime_folder.prepare(arguments.runtime_dir or runtime_folder.default_runtime_dir())
     options = arguments.daemon_options[1:] if arguments.daemon_options[:1] == ["--"] else arguments.daemon_options
-    command = [sys.executable, "-m", "preload.cli.main", "daemon", "--runtime-dir", runtime_dir, *options]
-    return Keeper(Path(runtime_dir), command, arguments.watchdog_s, arguments.stop_timeout_s).run()
+    command = [sys.executable, "-m", "preload.cli.main", "daemon", "--runtime-dir", str(runtime_dir), *options]
+    return Keeper(runtime_dir, command, arguments.watchdog_s, arguments.stop_timeout_s).run()

@@ -44,8 +44,6 @@ def app(argv: list[str] | None = None) -> int:
 
 
 def _run(run: object, arguments: argparse.Namespace) -> int:
-    from .exit_codes import code_of
-
     assert callable(run)
     try:
         return int(run(arguments))
@@ -56,6 +54,8 @@ def _run(run: object, arguments: argparse.Namespace) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
+        from .exit_codes import code_of  # and with it grpc, which a keeper does without
+
         code = code_of(error)
         if code is None:
             raise

@@ -57,12 +57,19 @@ class WeightCache:
         self.config = config
         self.started_s = time.monotonic()
         self.draining = False
+        self.trouble = ""
+        """Why nobody can come in, if so: holders of leases go on."""
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
         self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
         self.parking = Parking(notifier, self.catalog, self.leases, epoch)
         self.residency = Residency(self.catalog, self.leases, self.ledger, self.parking, frozenset(config.models))
         self.loads = Loads(self.catalog, self.residency, self.ledger, config)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a keeper holds the weights, so that leases go on in the next life."""
+        return self.parking.is_kept
 
     @property
     def epoch(self) -> int:
@@ -73,7 +80,16 @@ class WeightCache:
         """Takes in what the last life left with the keeper. Raises BadRequestError on an unknown catalog."""
         for revived in self.parking.restore(fds):
             self.residency.revive(revived)
-        self.parking.store_all()
+        self.parking.begin()
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Other limits, times and models from now on. Raises BadRequestError before anything is changed."""
+        capacity_bytes = parse_limit(config.host_limit, physical_host_bytes())
+        self.config = config
+        self.loads.num_threads = config.loader_threads
+        self.ledger.capacity_bytes = capacity_bytes
+        self.leases.ticket_ttl_s = config.ticket_ttl_s
+        self.residency.configured = frozenset(config.models)
 
     async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
         """Yields progress until the source is resident, and its generation last. Raises CacheError."""
@@ -107,8 +123,8 @@ class WeightCache:
         return granted
 
     def release(self, lease: Lease) -> None:
-        """Ends a lease with its stream. One that ends because we drain stays parked, for the next life."""
-        if not self.draining:
+        """Ends a lease with its stream. One that ends because we hand over stays parked, for the next life."""
+        if not (self.draining and self.hands_over):
             self.residency.release(lease)
 
     def release_unclaimed(self) -> None:
@@ -240,10 +256,14 @@ class WeightCache:
         self.residency.fail(generation, failure)
         return failure
 
-    def missing_models(self) -> list[str]:
-        """Paths the configuration names whose generation is not READY."""
+    def missing_sources(self) -> list[Source]:
+        """Models of the configuration whose generation is not READY."""
         bound = {source: self.catalog.bound(source) for source in self.config.models}
-        return [s.path for s, b in bound.items() if b is None or b[0].state is not State.READY]
+        return [source for source, found in bound.items() if found is None or found[0].state is not State.READY]
+
+    def missing_models(self) -> list[str]:
+        """Their paths."""
+        return [source.path for source in self.missing_sources()]
 
     async def drain(self) -> None:
         """No new load or lease from now on; loads are cancelled and lease holders told."""

@@ -13,7 +13,8 @@ import struct
 from blake3 import blake3
 
 _HEADER = struct.Struct("<8sQQQ32s")
-_MAGIC = b"PRELOAD1"
+_NAME = b"PRELOAD"
+_MAGIC = _NAME + b"1"
 _HEADER_PLACES = (0, 512)
 _BODIES_START = 4096
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -21,6 +22,10 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 class CatalogFileError(Exception):
     """Raised when no header of the file holds; the caller should treat what it described as lost."""
+
+
+class CatalogVersionError(Exception):
+    """Raised when another version of this format wrote the file; the caller should leave everything as it is."""
 
 
 class CatalogFile:
@@ -36,7 +41,9 @@ class CatalogFile:
         return CatalogFile(os.memfd_create("preload:catalog", os.MFD_CLOEXEC))
 
     def write(self, body: bytes) -> None:
-        """Replaces the content. Raises OSError (ENOSPC)."""
+        """Replaces the content. Raises OSError (ENOSPC), and CatalogFileError on a content that is too large."""
+        if len(body) > MAX_BODY_BYTES:
+            raise CatalogFileError(f"a catalog of {len(body):,} bytes; at most {MAX_BODY_BYTES:,} are allowed")
         offset, length = self._body
         fits_before = offset - _BODIES_START >= len(body)
         start = _BODIES_START if fits_before or not length else offset + length
@@ -47,7 +54,7 @@ class CatalogFile:
         self._body = (start, len(body))
 
     def read(self) -> bytes:
-        """The newest content that is whole. Raises CatalogFileError."""
+        """The newest content that is whole. Raises CatalogFileError, CatalogVersionError."""
         found = [entry for entry in map(self._read_at, _HEADER_PLACES) if entry is not None]
         if not found:
             raise CatalogFileError("the parked catalog has no header that holds")
@@ -60,6 +67,8 @@ class CatalogFile:
         if len(header) < _HEADER.size:
             return None
         magic, sequence, start, length, _ = _HEADER.unpack(header)
+        if magic != _MAGIC and magic.startswith(_NAME) and magic[-1:].isdigit():
+            raise CatalogVersionError(f"the parked catalog has the format {magic.decode(errors='replace')}")
         if magic != _MAGIC or length > MAX_BODY_BYTES:
             return None
         body = os.pread(self.fd, length, start)

@@ -23,13 +23,7 @@ from typing import Any
 
 from .errors import BadRequestError
 from .generations import Rank, Recipe, Source
-
-
-def default_runtime_dir() -> str:
-    """/run/preload for root, the user's runtime folder otherwise."""
-    if os.geteuid() == 0:
-        return "/run/preload"
-    return str(Path(os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")) / "preload")
+from .runtime_folder import default_runtime_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +40,9 @@ class DaemonConfig:
     http_host: str = field(default="127.0.0.1", metadata={"help": "address of /health, /ready and /metrics"})
     http_port: int = field(default=8470, metadata={"help": "port of /health, /ready and /metrics; 0 = any free"})
     allow_uids: tuple[int, ...] = field(
-        default=(), metadata={"help": "user ids besides the daemon's own that may map weights"}
+        default=(), metadata={"help": "user ids besides the daemon's own and root that may come in"}
     )
+    allow_gids: tuple[int, ...] = field(default=(), metadata={"help": "group ids whose members may come in"})
     max_loaders: int = field(default=2, metadata={"help": "loader processes at a time"})
     loader_threads: int = field(default=0, metadata={"help": "threads of a loader; 0 = one per core"})
     ticket_ttl_s: float = field(default=10.0, metadata={"help": "seconds a ticket for descriptors is good for"})
@@ -94,9 +89,9 @@ def _settings(path: str, table: dict[str, Any]) -> dict[str, Any]:
     for key, value in table.items():
         if key not in known:
             raise BadRequestError(f"configuration {path}: unknown key daemon.{key}")
-        if key == "allow_uids":
+        if key in ("allow_uids", "allow_gids"):
             if not isinstance(value, list) or not all(type(uid) is int for uid in value):
-                raise BadRequestError(f"configuration {path}: daemon.{key} must be a list of user ids")
+                raise BadRequestError(f"configuration {path}: daemon.{key} must be a list of numbers")
             settings[key] = tuple(value)
             continue
         wanted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}

@@ -16,6 +16,7 @@ CacheError
 ├── BadTicketError             PERMISSION_DENIED
 ├── DrainingError              UNAVAILABLE
 ├── EvictedError               ABORTED
+├── TooManyError               RESOURCE_EXHAUSTED
 └── InternalError              INTERNAL
 """
 
@@ -24,13 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from grpc import StatusCode
-
 
 class CacheError(Exception):
-    """Root of the daemon's refusals. `reason` is the name of the ErrorReason on the wire."""
+    """Root of the daemon's refusals. `status` is the name of its gRPC status, `reason` that of the ErrorReason on the
+    wire: names, so that the keeper can refuse without importing grpc."""
 
-    status: ClassVar[StatusCode] = StatusCode.INTERNAL
+    status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
@@ -42,106 +42,113 @@ class CacheError(Exception):
 class BadRequestError(CacheError):
     """Raised when the request itself is wrong; the caller should correct it."""
 
-    status = StatusCode.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
     reason = "BAD_REQUEST"
 
 
 class NotResidentError(CacheError):
     """Raised when no generation answers the selector; the caller should load it."""
 
-    status = StatusCode.NOT_FOUND
+    status = "NOT_FOUND"
     reason = "NOT_RESIDENT"
 
 
 class StillLoadingError(CacheError):
     """Raised when the generation is not READY yet; the caller should join the load or come back."""
 
-    status = StatusCode.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
     reason = "STILL_LOADING"
 
 
 class LoadFailedError(CacheError):
     """Raised when the generation's load failed; the caller should read why and load again."""
 
-    status = StatusCode.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
     reason = "LOAD_FAILED"
 
 
 class RetiringError(CacheError):
     """Raised when the generation takes no new lease; the caller should load it anew."""
 
-    status = StatusCode.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
     reason = "RETIRING"
 
 
 class CheckpointNotFoundError(CacheError):
     """Raised when a checkpoint's path cannot be read; the caller should fix the path or its permissions."""
 
-    status = StatusCode.NOT_FOUND
+    status = "NOT_FOUND"
     reason = "CHECKPOINT_NOT_FOUND"
 
 
 class BadCheckpointError(CacheError):
     """Raised when a checkpoint's files are wrong; the caller should replace the named file."""
 
-    status = StatusCode.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
     reason = "BAD_CHECKPOINT"
 
 
 class CheckpointChangedError(CacheError):
     """Raised when files differ from what is resident; the caller should load them anew or restore them."""
 
-    status = StatusCode.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
     reason = "CHECKPOINT_CHANGED"
 
 
 class NoMemoryError(CacheError):
     """Raised when a load does not fit; the caller should evict, allow eviction or raise the limit."""
 
-    status = StatusCode.RESOURCE_EXHAUSTED
+    status = "RESOURCE_EXHAUSTED"
     reason = "NO_MEMORY"
 
 
 class LoaderDiedError(CacheError):
     """Raised when a loader ended without a result; the message holds its last words."""
 
-    status = StatusCode.ABORTED
+    status = "ABORTED"
     reason = "LOADER_DIED"
 
 
 class CorruptedError(CacheError):
     """Raised when resident bytes differ from the manifest; the caller should load the generation anew."""
 
-    status = StatusCode.DATA_LOSS
+    status = "DATA_LOSS"
     reason = "CORRUPTED"
 
 
 class NotAllowedError(CacheError):
     """Raised when the peer's user may not do this; the caller should ask the operator."""
 
-    status = StatusCode.PERMISSION_DENIED
+    status = "PERMISSION_DENIED"
     reason = "NOT_ALLOWED"
 
 
 class BadTicketError(CacheError):
     """Raised when a ticket is unknown, used or expired; the caller should attach again."""
 
-    status = StatusCode.PERMISSION_DENIED
+    status = "PERMISSION_DENIED"
     reason = "BAD_TICKET"
 
 
 class DrainingError(CacheError):
     """Raised when the daemon is stopping; the caller should try again at its successor."""
 
-    status = StatusCode.UNAVAILABLE
+    status = "UNAVAILABLE"
     reason = "DRAINING"
 
 
 class EvictedError(CacheError):
     """Raised when a load was cancelled by an eviction or by its last caller; the caller should load again."""
 
-    status = StatusCode.ABORTED
+    status = "ABORTED"
     reason = "EVICTED"
+
+
+class TooManyError(CacheError):
+    """Raised when a limit on clients is reached; the caller should give something back, or try again later."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "TOO_MANY"
 
 
 class InternalError(CacheError):

@@ -1,40 +1,45 @@
 """The hand-over socket: a ticket comes in, the descriptors of its shard go out. One exchange per connection.
 
 The kernel tells who the peer is (SO_PEERCRED); the peer cannot. A slow or silent peer costs one task and its
-deadline, nothing else.
+deadline, nothing else; one process has few of them, and all together not many.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
-import struct
+from collections import Counter
 
 from google.protobuf.message import DecodeError
 
 from preload.protos import weight_cache_pb2 as pb
 
 from . import wire
-from .errors import BadRequestError, CacheError, NotAllowedError
+from .doors import Doors, Peer, peer_of
+from .errors import BadRequestError, CacheError, NotAllowedError, TooManyError
 from .leases import LeaseBook
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1024
 _DEADLINE_S = 5.0
+_MAX_PEERS = 256
+_MAX_PER_PROCESS = 16
 _BACKLOG = 128
 
 
 class Handover:
     """Owns the listening SOCK_SEQPACKET socket at `path`."""
 
-    def __init__(self, path: str, leases: LeaseBook, allow_uids: frozenset[int]) -> None:
+    def __init__(self, path: str, leases: LeaseBook, doors: Doors) -> None:
         self._path = path
         self._leases = leases
-        self._allow_uids = allow_uids
+        self._doors = doors
         self._peers: set[asyncio.Task[None]] = set()
+        self._per_process: Counter[int] = Counter()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(path)
         os.chmod(path, 0o600)
@@ -51,50 +56,72 @@ class Handover:
                 log.warning("hand-over: cannot accept: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            task = asyncio.create_task(self._serve_peer(peer))
-            self._peers.add(task)
-            task.add_done_callback(self._peers.discard)
+            self._receive(peer)
 
     def close(self) -> None:
         for task in self._peers:
             task.cancel()
         self._socket.close()
-        os.unlink(self._path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
-    async def _serve_peer(self, peer: socket.socket) -> None:
-        with peer:
-            peer.setblocking(False)
+    def _receive(self, sock: socket.socket) -> None:
+        """Starts the exchange with a peer, or tells it that there are too many."""
+        sock.setblocking(False)
+        try:
+            peer = peer_of(sock)
+            self._admit(peer)
+        except CacheError as error:
+            _refuse(sock, error)
+            sock.close()
+        except OSError as error:
+            log.warning("hand-over: a peer left: %s", error)
+            sock.close()
+        else:
+            self._per_process[peer.pid] += 1
+            task = asyncio.create_task(self._serve_peer(sock, peer))
+            self._peers.add(task)
+            task.add_done_callback(self._peers.discard)
+
+    def _admit(self, peer: Peer) -> None:
+        if not self._doors.admits(peer):
+            raise NotAllowedError(
+                f"user {peer.uid} (process {peer.pid}) may not map weights; allow it with --allow-uids or --allow-gids",
+                {"uid": str(peer.uid)},
+            )
+        if self._per_process[peer.pid] >= _MAX_PER_PROCESS:
+            raise TooManyError(f"process {peer.pid} has {_MAX_PER_PROCESS} hand-overs open; finish one first")
+        if len(self._peers) >= _MAX_PEERS:
+            raise TooManyError(f"{_MAX_PEERS} hand-overs are open; try again")
+
+    async def _serve_peer(self, sock: socket.socket, peer: Peer) -> None:
+        with sock:
             try:
                 async with asyncio.timeout(_DEADLINE_S):
                     # One byte more than allowed shows a longer packet, which the kernel would cut silently.
-                    data = await asyncio.get_running_loop().sock_recv(peer, MAX_REQUEST_BYTES + 1)
+                    data = await asyncio.get_running_loop().sock_recv(sock, MAX_REQUEST_BYTES + 1)
                 if data:
-                    self._answer(peer, data)
+                    self._answer(sock, data)
             except TimeoutError:
                 log.warning("hand-over: a peer was silent for %.0f s", _DEADLINE_S)
             except OSError as error:
                 log.warning("hand-over: a peer left: %s", error)
+            finally:
+                self._per_process[peer.pid] -= 1
+                if not self._per_process[peer.pid]:
+                    del self._per_process[peer.pid]
 
-    def _answer(self, peer: socket.socket, data: bytes) -> None:
+    def _answer(self, sock: socket.socket, data: bytes) -> None:
         try:
-            fds = self._redeem(peer, data)
+            fds = self._redeem(data)
         except CacheError as error:
-            log.warning("hand-over refused: %s", error.message)
-            answer = pb.HandoverResponse(error=wire.error_info(error))
-            peer.send(answer.SerializeToString())
+            _refuse(sock, error)
             return
         answer = pb.HandoverResponse(num_segments=len(fds))
         # A shard without bytes has no segment; an empty packet would read as the end.
-        socket.send_fds(peer, [answer.SerializeToString() or b"\x08\x00"], fds)
+        socket.send_fds(sock, [answer.SerializeToString() or b"\x08\x00"], fds)
 
-    def _redeem(self, peer: socket.socket, data: bytes) -> list[int]:
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", credentials)
-        if uid not in self._allow_uids:
-            raise NotAllowedError(
-                f"user {uid} (process {pid}) may not map weights; allow it with --allow-uids",
-                {"uid": str(uid)},
-            )
+    def _redeem(self, data: bytes) -> list[int]:
         if len(data) > MAX_REQUEST_BYTES:
             raise BadRequestError(f"a hand-over request has at most {MAX_REQUEST_BYTES} bytes")
         try:
@@ -103,3 +130,9 @@ class Handover:
             raise BadRequestError(f"not a hand-over request: {error}") from error
         lease = self._leases.redeem(request.ticket)
         return [segment.fd for segment in lease.generation.segments]
+
+
+def _refuse(sock: socket.socket, error: CacheError) -> None:
+    log.warning("hand-over refused: %s", error.message)
+    with contextlib.suppress(OSError):
+        sock.send(pb.HandoverResponse(error=wire.error_info(error)).SerializeToString())

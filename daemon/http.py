@@ -1,9 +1,13 @@
 """Probes for Kubernetes and a scrape target for Prometheus, on the daemon's own event loop: an answer from /health
-proves that the loop turns."""
+proves that the loop turns.
+
+Imported when somebody asks first (see probes.py): it takes longer to import than all the rest of the daemon.
+"""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -19,15 +23,17 @@ from .metrics import Metrics
 
 def make_app(cache: WeightCache, metrics: Metrics) -> Starlette:
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "epoch": cache.epoch})
+        # Alive also when its sockets are gone: who holds a lease needs it, and a probe must not end it.
+        return JSONResponse({"status": "ok", "epoch": cache.epoch, **_trouble(cache)})
 
     async def ready(request: Request) -> Response:
         missing = cache.missing_models()
-        is_ready = not missing and not cache.draining
+        is_ready = not missing and not cache.draining and not cache.trouble
         body = {
             "ready": is_ready,
             "draining": cache.draining,
             "missing": [_why(cache, path) for path in missing],
+            **_trouble(cache),
         }
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
@@ -35,6 +41,10 @@ def make_app(cache: WeightCache, metrics: Metrics) -> Starlette:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
     return Starlette(routes=[Route("/health", health), Route("/ready", ready), Route("/metrics", scrape)])
+
+
+def _trouble(cache: WeightCache) -> dict[str, str]:
+    return {"trouble": cache.trouble} if cache.trouble else {}
 
 
 def _why(cache: WeightCache, path: str) -> dict[str, str]:
@@ -50,20 +60,13 @@ def _why(cache: WeightCache, path: str) -> dict[str, str]:
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: signals are the daemon's."""
 
-    def __init__(self, app: Starlette, host: str, port: int) -> None:
+    def __init__(self, app: Starlette) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        super().__init__(
-            uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, lifespan="off", workers=1)
-        )
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", workers=1))
 
-    @property
-    def address(self) -> str:
-        """host:port it listens on, also when the port was left to the kernel; "" before it listens."""
-        for server in getattr(self, "servers", ()):
-            for sock in server.sockets:
-                host, port = sock.getsockname()[:2]
-                return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return ""
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serves until `should_exit`."""
+        await self.serve(sockets=[listener])
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

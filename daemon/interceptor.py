@@ -86,7 +86,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: CacheError)
     for key, value in info.fields.items():
         info.fields[key] = _shorten(value, _MAX_FIELD_BYTES)
     trailer = ((ERROR_TRAILER, info.SerializeToString()),)
-    await context.abort(error.status, _shorten(info.message, _MAX_STATUS_BYTES), trailing_metadata=trailer)
+    status = grpc.StatusCode[error.status]
+    await context.abort(status, _shorten(info.message, _MAX_STATUS_BYTES), trailing_metadata=trailer)
     raise AssertionError("abort raises")
 
 

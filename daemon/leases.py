@@ -12,8 +12,13 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .errors import BadTicketError
+from .errors import BadTicketError, TooManyError
 from .generations import Generation, Phase
+
+
+MAX_LEASES = 4096
+"""Each is a stream, and an entry of the catalog that is written whenever one comes or goes. One process cannot have
+them all: see guard.py."""
 
 
 class Event(Enum):
@@ -44,12 +49,14 @@ class LeaseBook:
     """All live leases and their unredeemed tickets."""
 
     def __init__(self, ticket_ttl_s: float) -> None:
-        self._ticket_ttl_s = ticket_ttl_s
+        self.ticket_ttl_s = ticket_ttl_s
         self._leases: dict[str, Lease] = {}
         self._tickets: dict[bytes, tuple[Lease, float]] = {}
 
     def grant(self, generation: Generation, pid: int, client: str) -> tuple[Lease, bytes]:
-        """A new lease and its ticket."""
+        """A new lease and its ticket. Raises TooManyError."""
+        if len(self._leases) >= MAX_LEASES:
+            raise TooManyError(f"{MAX_LEASES} leases are out; this daemon gives no more until one ends")
         self._drop_expired_tickets()
         lease = Lease(secrets.token_hex(8), generation, pid, client, time.monotonic())
         self._leases[lease.id] = lease
@@ -70,7 +77,7 @@ class LeaseBook:
 
     def _issue(self, lease: Lease) -> bytes:
         ticket = secrets.token_bytes(32)
-        self._tickets[ticket] = (lease, time.monotonic() + self._ticket_ttl_s)
+        self._tickets[ticket] = (lease, time.monotonic() + self.ticket_ttl_s)
         return ticket
 
     def redeem(self, ticket: bytes) -> Lease:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from preload.protos import loader_pb2 as pb
@@ -17,7 +18,7 @@ from preload.protos import loader_pb2 as pb
 from . import wire
 from .capacity import Ledger, check_kernel_has
 from .config import DaemonConfig
-from .errors import BadRequestError, CacheError, EvictedError, InternalError, NoMemoryError
+from .errors import BadRequestError, CacheError, EvictedError, InternalError, NoMemoryError, TooManyError
 from .generations import Catalog, Generation, Phase, Progress, Receipt, Source
 from .loader_process import LoaderProcess
 from .residency import Residency
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 _MAX_SEGMENTS = 128
 _MAX_TABLE_BYTES = 256 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.05
+_MAX_QUEUED = 64
+"""Jobs of loaders, those that run included: loads, digests and verifications."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ class Loads:
         self._catalog = catalog
         self._residency = residency
         self._ledger = ledger
-        self._config = config
+        self._loader_command = config.loader_command
+        self._kernel_cache_dir = os.path.join(config.runtime_dir, "kernels")
+        self.num_threads = config.loader_threads
         self._loads: dict[Source, _Load] = {}
         self._digests: dict[Source, _Digest] = {}
         self._loaders = asyncio.Semaphore(config.max_loaders)
+        self._num_verifying = 0
 
     async def join(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
         """Progress of the source's load, which is started if there is none; the last item is its generation.
@@ -96,6 +102,12 @@ class Loads:
             if load.num_callers == 0:
                 self._cancel(load, "cancelled by its last caller")
 
+    def _require_room(self) -> None:
+        """Raises TooManyError when more jobs wait for a loader than anybody could mean."""
+        num_jobs = len(self._loads) + len(self._digests) + self._num_verifying
+        if num_jobs >= _MAX_QUEUED:
+            raise TooManyError(f"{num_jobs} jobs wait for a loader; try again when they are done")
+
     def is_loading(self, source: Source) -> bool:
         return source in self._loads
 
@@ -114,6 +126,7 @@ class Loads:
         await asyncio.gather(*(load.task for load in loads), return_exceptions=True)
 
     def _start(self, source: Source, device: str, evict_lru: bool) -> _Load:
+        self._require_room()
         load = _Load(source, self._catalog.begin(source, device), evict_lru)
         self._loads[source] = load
         load.task = asyncio.create_task(self._run(load))
@@ -152,8 +165,9 @@ class Loads:
         raise failure
 
     async def _run_loader(self, load: _Load) -> None:
-        job = wire.job(pb.MODE_LOAD, load.source, self._config.loader_threads)
-        loader = await LoaderProcess.start(self._config.loader_command, job)
+        job = wire.job(pb.MODE_LOAD, load.source, self.num_threads)
+        job.kernel_cache_dir = self._kernel_cache_dir
+        loader = await LoaderProcess.start(self._loader_command, job)
         try:
             async for update, fds in loader.updates():
                 self._on_update(load, loader, update, fds)
@@ -217,6 +231,7 @@ class Loads:
         ended with the last of them. Raises CacheError."""
         digest = self._digests.get(source)
         if digest is None:
+            self._require_room()
             digest = self._digests[source] = _Digest(asyncio.create_task(self._run_digest(source)))
             digest.task.add_done_callback(lambda done: done.cancelled() or done.exception())
         digest.num_callers += 1
@@ -231,8 +246,8 @@ class Loads:
 
     async def _run_digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
         async with self._loaders:
-            job = wire.job(pb.MODE_DIGEST, source, self._config.loader_threads)
-            loader = await LoaderProcess.start(self._config.loader_command, job)
+            job = wire.job(pb.MODE_DIGEST, source, self.num_threads)
+            loader = await LoaderProcess.start(self._loader_command, job)
             try:
                 async for update, fds in loader.updates():
                     match update.WhichOneof("update"):
@@ -248,14 +263,26 @@ class Loads:
 
     async def verify(self, generation: Generation, source: Source) -> AsyncGenerator[Progress | VerifyResult, None]:
         """Re-hashes what is resident; the last item is the result. Raises CacheError if the loader dies."""
+        self._require_room()
+        self._num_verifying += 1
+        try:
+            async with self._loaders, aclosing(self._run_verify(generation, source)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._num_verifying -= 1
+
+    async def _run_verify(
+        self, generation: Generation, source: Source
+    ) -> AsyncGenerator[Progress | VerifyResult, None]:
         assert generation.manifest is not None
         table = os.memfd_create("preload:manifest", os.MFD_CLOEXEC)
         try:
             os.write(table, generation.manifest.serialized)
             os.lseek(table, 0, os.SEEK_SET)
-            job = wire.job(pb.MODE_VERIFY, source, self._config.loader_threads)
+            job = wire.job(pb.MODE_VERIFY, source, self.num_threads)
             fds = [table, *(segment.fd for segment in generation.segments)]
-            loader = await LoaderProcess.start(self._config.loader_command, job, fds)
+            loader = await LoaderProcess.start(self._loader_command, job, fds)
         finally:
             os.close(table)
         try:

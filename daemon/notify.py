@@ -1,8 +1,9 @@
 """The service-manager protocol of sd_notify(3) and sd_listen_fds(3): what the daemon says to systemd, or to
 `preload keeper`, which speaks the same.
 
-Owns the datagram socket. Messages are lines of KEY=VALUE; descriptors to be stored travel with them. Every send says
-whether somebody took it, so that a keeper that died is noticed and parked with again when another one listens.
+Owns the datagram socket. Messages are lines of KEY=VALUE; descriptors to be stored travel with them. The socket stays
+connected, so that the end of the manager that holds our descriptors is noticed even if its successor listens at the
+same name already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Notifier:
 
     def __init__(self, address: str) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self.is_connected = bool(address)
+        self._socket: socket.socket | None = None
+        self._was_connected = False
+        self._is_new = False
 
     @staticmethod
     def from_environment() -> Notifier:
@@ -35,26 +38,59 @@ class Notifier:
     def has_manager(self) -> bool:
         return bool(self._address)
 
-    def send(self, *lines: str, fds: Sequence[int] = ()) -> bool:
-        """Sends one message. False if nobody listens or there is no manager; the daemon goes on without one."""
+    def take_replaced(self) -> bool:
+        """True once after the manager was found to be another one, which holds nothing of ours."""
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
+    def send(self, *lines: str, fds: Sequence[int] = (), wait: bool = True) -> bool:
+        """Sends one message. False if nobody listens or there is no manager; the daemon goes on without one.
+
+        Without `wait`, a manager that does not read is not waited for: it has enough to read."""
         if not self._address:
             return False
-        try:
-            # A socket of its own for each message: a manager that came back has another socket at the same name.
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-                sock.settimeout(_SEND_DEADLINE_S)
-                sock.connect(self._address)
-                socket.send_fds(sock, ["\n".join(lines).encode()], list(fds))
-        except OSError as error:
-            if self.is_connected:
-                log.warning("the service manager does not listen: %s", error)
-            self.is_connected = False
-            return False
-        self.is_connected = True
-        return True
+        data = "\n".join(lines).encode()
+        while True:
+            is_old = self._socket is not None
+            try:
+                sock = self._socket or self._connect()
+                sock.settimeout(_SEND_DEADLINE_S if wait else 0)
+                socket.send_fds(sock, [data], list(fds))
+                return True
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                self._lose(error)
+                if not is_old or isinstance(error, TimeoutError):
+                    return False
+                # That one is gone; its successor may listen already.
 
-    def ready(self) -> bool:
-        return self.send("READY=1")
+    def _connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(self._address)
+        except OSError:
+            sock.close()
+            raise
+        self._socket = sock
+        self._is_new = self._was_connected
+        self._was_connected = True
+        return sock
+
+    def _lose(self, error: OSError) -> None:
+        if self._socket is not None:
+            log.warning("the service manager does not listen: %s", error)
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def ready(self, status: str = "") -> bool:
+        """The start, or a reload, is over; `status` is what `systemctl status` shows of it."""
+        return self.send("READY=1", f"STATUS={status}")
 
     def reloading(self) -> bool:
         return self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
@@ -63,7 +99,7 @@ class Notifier:
         return self.send("STOPPING=1")
 
     def watchdog(self) -> bool:
-        return self.send("WATCHDOG=1")
+        return self.send("WATCHDOG=1", wait=False)
 
     def store(self, name: str, fd: int) -> bool:
         """Asks the manager to hold a duplicate of `fd` under `name` until it is told to let go."""
@@ -88,8 +124,9 @@ def stored_descriptors() -> dict[str, int]:
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return {}
     names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    count = os.environ.get("LISTEN_FDS", "")
     found: dict[str, int] = {}
-    for index in range(int(os.environ.get("LISTEN_FDS", "0"))):
+    for index in range(int(count) if count.isdigit() else 0):
         fd = _FIRST_LISTEN_FD + index
         os.set_inheritable(fd, False)
         name = names[index] if index < len(names) else ""

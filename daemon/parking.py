@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 from preload.protos import catalog_pb2 as pb
 
 from . import wire
-from .catalog_file import CatalogFile, CatalogFileError
-from .errors import BadRequestError, InternalError
+from .catalog_file import CatalogFile, CatalogFileError, CatalogVersionError
+from .errors import BadRequestError, CacheError
 from .generations import Catalog, Generation, Receipt, Source
 from .leases import Lease, LeaseBook
 from .notify import Notifier
@@ -50,6 +50,11 @@ class Parking:
         self._manifests: dict[Generation, int] = {}
         self.epoch = epoch
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody holds what is parked."""
+        return self._notifier.has_manager
+
     def restore(self, fds: dict[str, int]) -> list[Revived]:
         """Takes the last life's descriptors over and returns its generations; what is not whole is dropped.
 
@@ -70,37 +75,39 @@ class Parking:
     def _read_catalog(self, file: CatalogFile) -> pb.Catalog:
         try:
             parked = pb.Catalog.FromString(file.read())
-        except (CatalogFileError, DecodeError) as error:
+        except CatalogFileError as error:
             log.error("%s: starting empty", error)
             return pb.Catalog()
+        except CatalogVersionError as error:
+            raise _unknown_version(str(error)) from error
+        except DecodeError as error:  # whole, and yet not ours to read
+            raise _unknown_version(f"the parked catalog is not readable: {error}") from error
         if parked.format_version != FORMAT_VERSION:
-            raise BadRequestError(
-                f"the parked catalog has format {parked.format_version}, and this daemon reads {FORMAT_VERSION}: "
-                "start the version that wrote it, or stop the service and its descriptor store to let the weights go"
-            )
+            raise _unknown_version(f"the parked catalog has format {parked.format_version}")
         return parked
 
     def _revive(self, entry: pb.ParkedGeneration, fds: dict[str, int]) -> Iterator[Revived]:
         names = [_manifest_name(entry.key), *(_segment_name(entry.key, i) for i in range(len(entry.segment_bytes)))]
         if not all(name in fds for name in names):
-            log.warning("generation %s is not whole: %s", entry.id[:12], [n for n in names if n not in fds])
+            missing = [name for name in names if name not in fds]
+            log.warning("generation %s is dropped: %s did not come back", entry.id[:12], ", ".join(missing))
             return
         manifest_fd, *segment_fds = (fds[name] for name in names)
         for fd, size in zip(segment_fds, entry.segment_bytes, strict=True):
             if not is_sealed(fd) or os.fstat(fd).st_size != size:
-                log.warning("generation %s: a parked segment is not what was sealed", entry.id[:12])
+                log.warning("generation %s is dropped: a parked segment is not what was sealed", entry.id[:12])
                 return
         segments = [HostSegment(fd, size) for fd, size in zip(segment_fds, entry.segment_bytes, strict=True)]
         serialized = os.pread(manifest_fd, os.fstat(manifest_fd).st_size, 0)
         try:
             generation = wire.revived_generation(entry, serialized, segments)
-        except InternalError as error:
-            log.warning("generation %s: %s", entry.id[:12], error.message)
+            sources = [wire.revived_source(source) for source in entry.sources]
+        except CacheError as error:
+            log.warning("generation %s is dropped: %s", entry.id[:12], error.message)
             return
         for name in names:
             del fds[name]
         self._manifests[generation] = manifest_fd
-        sources = [wire.revived_source(source) for source in entry.sources]
         yield Revived(generation, sources, [wire.revived_lease(lease, generation) for lease in entry.leases])
 
     def park(self, generation: Generation) -> None:
@@ -139,15 +146,31 @@ class Parking:
             message.generations.append(wire.parked_generation(generation, bound, self._leases.of(generation)))
         self._file.write(message.SerializeToString())
 
-    def store_all(self) -> None:
-        """Everything once more: at the start, and when a keeper is back that knows nothing."""
+    def begin(self) -> None:
+        """This life's catalog replaces the last one's; the keeper has the descriptors it speaks of already."""
         if not self._notifier.has_manager:
             return
-        self._file = self._file or CatalogFile.create()
-        self.save()
-        self._notifier.store(CATALOG_NAME, self._file.fd)
+        if self._file is None:
+            self._file = CatalogFile.create()
+            self.save()
+            self._notifier.store(CATALOG_NAME, self._file.fd)
+        else:
+            self.save()
+
+    def store_all(self) -> None:
+        """Everything once more, with a keeper that knows nothing: descriptors first, then what describes them."""
+        if self._file is None:
+            return
         for generation in self._manifests:
             self._store(generation)
+        self._notifier.store(CATALOG_NAME, self._file.fd)
+
+
+def _unknown_version(what: str) -> BadRequestError:
+    return BadRequestError(
+        f"{what}, and this daemon reads format {FORMAT_VERSION}: the weights are kept; start the version that wrote "
+        "it, or stop the service with its keeper to let them go"
+    )
 
 
 def _manifest_name(key: str) -> str:

@@ -27,7 +27,7 @@ class Residency:
         self._catalog = catalog
         self._leases = leases
         self._ledger = ledger
-        self._configured = configured
+        self.configured = configured
 
     def commit(
         self,
@@ -123,7 +123,7 @@ class Residency:
             g
             for g in self._catalog
             if g.state is State.READY
-            and self._configured.isdisjoint(self._catalog.names(g))
+            and self.configured.isdisjoint(self._catalog.names(g))
             and not self._leases.of(g)
         ]
 
@@ -131,8 +131,8 @@ class Residency:
         if generation.state is not State.RETIRING or self._leases.of(generation):
             return False
         num_segments = len(generation.segments)
-        self._ledger.free(generation.free())
         self._catalog.remove(generation)
         self._parking.drop(generation, num_segments)
+        self._ledger.free(generation.free())
         log.info("generation %s is freed", generation.id[:12])
         return True

@@ -7,10 +7,10 @@ first unharmed; sockets of a dead predecessor are replaced.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
+import time
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -20,106 +20,124 @@ from grpc_health.v1._async import HealthServicer
 
 from preload.protos import weight_cache_pb2, weight_cache_pb2_grpc
 
+from . import runtime_folder
 from .cache import WeightCache
 from .config import DaemonConfig
-from .errors import BadRequestError, CacheError
+from .doors import Doors
+from .errors import CacheError
 from .generations import Source
+from .guard import Guard, raise_descriptor_limit
 from .handover import Handover
-from .http import HttpServer, make_app
 from .interceptor import ErrorInterceptor
 from .metrics import Metrics
 from .notify import Notifier, stored_descriptors, watchdog_interval_s
+from .probes import Probes
+from .reload import ReadConfig, Reloader
+from .runtime_folder import DAEMON_LOCK, DAEMON_SOCKET, HANDOVER_SOCKET
 from .service import WeightCacheService
 
 log = logging.getLogger(__name__)
 
-_MAX_SOCKET_PATH = 107
-_STOP_GRACE_S = 0.5
 _KEEPER_INTERVAL_S = 1.0
+_STOP_GRACE_S = 0.5
+_DOORS_INTERVAL_S = 1.0
 _SERVICE = weight_cache_pb2.DESCRIPTOR.services_by_name["WeightCache"].full_name
+_MAX_RPCS = 8192
 _GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", 1024 * 1024),
     ("grpc.max_send_message_length", 256 * 1024 * 1024),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.so_reuseport", 0),
+    # A client that says nothing, or leaves its connection unused, does not keep it.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.max_concurrent_streams", 100),
 )
 
 
-def run(config: DaemonConfig) -> int:
-    """Serves until SIGTERM or SIGINT. Raises BadRequestError if the runtime folder is in use or unusable."""
+def run(config: DaemonConfig, reread: ReadConfig | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; SIGHUP applies the configuration that `reread` gives.
+
+    Raises BadRequestError if the runtime folder or the probes' address is in use, or if the keeper holds a catalog of
+    an unknown version."""
     os.umask(0o077)
-    runtime_dir = _prepare_runtime_dir(config.runtime_dir)
-    with _lock(runtime_dir):
-        return asyncio.run(_serve(config, runtime_dir))
+    raise_descriptor_limit()
+    runtime_dir = runtime_folder.prepare(config.runtime_dir)
+    with runtime_folder.locked(runtime_dir, DAEMON_LOCK, "another daemon serves in"):
+        for name in (DAEMON_SOCKET, HANDOVER_SOCKET):
+            (runtime_dir / name).unlink(missing_ok=True)
+        asyncio.run(_serve(config, runtime_dir, reread or (lambda: config)))
+    return 0
 
 
-async def _serve(config: DaemonConfig, runtime_dir: Path) -> int:
-    """The exit code: 0 after a signal, 1 if the port of the probes is taken."""
+async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
 
     notifier = Notifier.from_environment()
-    cache = WeightCache(config, notifier, _last_epoch(runtime_dir) + 1)
+    cache = WeightCache(config, notifier, runtime_folder.last_epoch(runtime_dir) + 1)
     cache.restore(stored_descriptors())
-    (runtime_dir / "epoch").write_text(str(cache.epoch))
+    runtime_folder.note_epoch(runtime_dir, cache.epoch)
     metrics = Metrics(cache)
-    handover_path = str(runtime_dir / "segments.sock")
-    handover = Handover(handover_path, cache.leases, frozenset({os.geteuid(), *config.allow_uids}))
+    probes = Probes(config.http_host, config.http_port)
+    doors = Doors(runtime_dir, [runtime_dir / name for name in (DAEMON_SOCKET, HANDOVER_SOCKET)])
+    handover = Handover(str(runtime_dir / HANDOVER_SOCKET), cache.leases, doors)
     health = HealthServicer()
-    http = HttpServer(make_app(cache, metrics), config.http_host, config.http_port)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS)
-    service = WeightCacheService(cache, metrics, http, handover_path)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS, maximum_concurrent_rpcs=_MAX_RPCS)
+    service = WeightCacheService(cache, metrics, probes.address, str(runtime_dir / HANDOVER_SOCKET))
     weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    server.add_insecure_port(f"unix:{runtime_dir / 'daemon.sock'}")
+    server.add_insecure_port(f"unix:{runtime_dir / DAEMON_SOCKET}")
 
     await server.start()
-    os.chmod(runtime_dir / "daemon.sock", 0o600)  # the umask left it the owner's alone, but with the x bit
-    probes = asyncio.create_task(_serve_http(http, stop))
-    background = [asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))]
-    background.append(asyncio.create_task(_end_unclaimed_leases(cache)))
-    background += [asyncio.create_task(_load_on_boot(cache, metrics, source)) for source in config.models]
+    doors.allow(config.allow_uids, config.allow_gids)  # until now they were the owner's alone
+    background = {asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))}
+    background.add(asyncio.create_task(_end_unclaimed_leases(cache)))
+    guard = Guard(str(runtime_dir / DAEMON_SOCKET), doors)
+    background.add(asyncio.create_task(_watch_doors(cache, doors, guard)))
+
+    def load(source: Source) -> None:
+        task = asyncio.create_task(_load(cache, metrics, source))
+        background.add(task)
+        task.add_done_callback(background.discard)
+
+    for source in config.models:
+        load(source)
+    loop.add_signal_handler(signal.SIGHUP, Reloader(reread, cache, doors, notifier, load).reload)
     await health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    notifier.ready()
+    notifier.ready("serving")
     log.info("epoch %d serves at %s with %s", cache.epoch, runtime_dir, _describe_limit(cache))
+    stopped = asyncio.Event()
+    probing = asyncio.create_task(probes.serve(cache, metrics, stopped))
 
     await stop.wait()
     log.info("draining")
     notifier.stopping()
     await health.enter_graceful_shutdown()
     await cache.drain()
-    await _holders_to_leave(cache, config.drain_timeout_s)
+    if not cache.hands_over:
+        await _holders_to_leave(cache)
     await server.stop(grace=_STOP_GRACE_S)
-    http.should_exit = True
+    stopped.set()
     for task in background:
         task.cancel()
-    await asyncio.gather(*background, return_exceptions=True)
+    await asyncio.gather(*background, probing, return_exceptions=True)
     handover.close()
-    return 0 if await probes else 1
+    probes.close()
 
 
-async def _holders_to_leave(cache: WeightCache, timeout_s: float) -> None:
+async def _holders_to_leave(cache: WeightCache) -> None:
     """Meanwhile the server goes on answering, if only with DRAINING: a closed door would tell a client nothing."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(cache.config.drain_timeout_s):
             while cache.leases.all():
                 await asyncio.sleep(0.05)
 
 
-async def _serve_http(http: HttpServer, stop: asyncio.Event) -> bool:
-    """False if the port is taken, which ends the daemon: an operator who asked for probes must not go without."""
-    try:
-        await http.serve()
-        return True
-    except SystemExit:
-        log.error("cannot listen on %s:%d; choose another --http-port", http.config.host, http.config.port)
-        stop.set()
-        return False
-
-
-async def _load_on_boot(cache: WeightCache, metrics: Metrics, source: Source) -> None:
+async def _load(cache: WeightCache, metrics: Metrics, source: Source) -> None:
     """A model that fails is reported by /ready, and leaves the others alone."""
     with suppress(CacheError), metrics.load():
         async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
@@ -133,66 +151,29 @@ async def _keep_in_touch(cache: WeightCache, notifier: Notifier) -> None:
         return
     interval_s = min(watchdog_interval_s() or _KEEPER_INTERVAL_S, _KEEPER_INTERVAL_S)
     while True:
-        was_connected = notifier.is_connected
-        if notifier.watchdog() and not was_connected:
-            log.info("a keeper listens again: parking everything with it")
+        notifier.watchdog()
+        if notifier.take_replaced():
+            log.info("another keeper listens: parking everything with it")
             cache.parking.store_all()
-            notifier.ready()
+            notifier.ready("serving")
         await asyncio.sleep(interval_s)
 
 
+async def _watch_doors(cache: WeightCache, doors: Doors, guard: Guard) -> None:
+    while True:
+        guard.look()
+        trouble = doors.trouble()
+        if trouble and not cache.trouble:
+            log.error("%s", trouble)
+        cache.trouble = trouble
+        await asyncio.sleep(_DOORS_INTERVAL_S)
+
+
 async def _end_unclaimed_leases(cache: WeightCache) -> None:
-    await asyncio.sleep(cache.config.reclaim_timeout_s)
+    while (left_s := cache.started_s + cache.config.reclaim_timeout_s - time.monotonic()) > 0:
+        await asyncio.sleep(min(left_s, 1.0))  # a reload may change how long
     cache.release_unclaimed()
 
 
 def _describe_limit(cache: WeightCache) -> str:
     return f"{cache.ledger.capacity_bytes:,} bytes for weights"
-
-
-def _prepare_runtime_dir(path: str) -> Path:
-    """Makes the folder with mode 0700; one that exists must be ours. Raises BadRequestError."""
-    runtime_dir = Path(path).absolute()
-    if len(os.fsencode(runtime_dir / "segments.sock")) > _MAX_SOCKET_PATH:
-        raise BadRequestError(
-            f"runtime folder {runtime_dir} is too long: a socket's path has at most {_MAX_SOCKET_PATH} bytes"
-        )
-    try:
-        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = runtime_dir.stat()
-        if owner.st_uid != os.geteuid():
-            raise BadRequestError(f"runtime folder {runtime_dir} belongs to user {owner.st_uid}")
-        runtime_dir.chmod(0o700)
-    except OSError as error:
-        raise BadRequestError(f"runtime folder {runtime_dir}: {error.strerror}") from error
-    return runtime_dir
-
-
-class _lock:  # noqa: N801
-    """Holds the folder's lock file, and clears the sockets that a dead predecessor left behind."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self._runtime_dir = runtime_dir
-
-    def __enter__(self) -> None:
-        self._fd = os.open(self._runtime_dir / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._fd)
-            raise BadRequestError(f"another daemon serves in {self._runtime_dir}") from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)  # for a keeper that finds us running
-        for name in ("daemon.sock", "segments.sock"):
-            (self._runtime_dir / name).unlink(missing_ok=True)
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)
-
-
-def _last_epoch(runtime_dir: Path) -> int:
-    """The last life that served in this folder, 0 if none did. A parked catalog may know of more."""
-    try:
-        return int((runtime_dir / "epoch").read_text())
-    except (FileNotFoundError, ValueError):
-        return 0

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from importlib.metadata import version
+from functools import cache
 from typing import Any
 
 import grpc.aio
@@ -19,7 +19,6 @@ from . import wire
 from .cache import Selector, WeightCache, require_device
 from .errors import BadRequestError, CacheError
 from .generations import Generation, Progress
-from .http import HttpServer
 from .leases import Lease
 from .metrics import Metrics
 
@@ -31,11 +30,11 @@ _OPEN_DEADLINE_S = 10.0
 class WeightCacheService(pb_grpc.WeightCacheServicer):
     """Contract: see protos/weight_cache.proto. `handover_socket` is told to lease holders."""
 
-    def __init__(self, cache: WeightCache, metrics: Metrics, http: HttpServer, handover_socket: str) -> None:
+    def __init__(self, cache: WeightCache, metrics: Metrics, http_address: str, handover_socket: str) -> None:
         self._cache = cache
         self._metrics = metrics
         self._handover_socket = handover_socket
-        self._http = http
+        self._http_address = http_address
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> AsyncIterator[pb.LoadEvent]:  # noqa: N802
         source = wire.source(request.checkpoint_path, request.recipe, request.rank)
@@ -64,6 +63,8 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
             yield self._attached(lease, ticket)
             async for event in _events(lease, until=reports):
                 yield event
+                if event.WhichOneof("event") == "draining" and self._cache.hands_over:
+                    return  # the lease goes on in our successor, which comes the sooner
         finally:
             reports.cancel()
             self._cache.release(lease)
@@ -98,10 +99,10 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
             ],
             epoch=self._cache.epoch,
             pid=os.getpid(),
-            version=version("preload-llm"),
+            version=_version(),
             uptime_ms=int((time.monotonic() - self._cache.started_s) * 1000),
             missing_models=self._cache.missing_models(),
-            http_address=self._http.address,
+            http_address=self._http_address,
         )
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:  # noqa: N802
@@ -143,6 +144,13 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
     def _describe(self, generation: Generation) -> pb.Generation:
         sources = self._cache.catalog.sources(generation)
         return wire.generation_message(generation, sources, self._cache.leases.of(generation))
+
+
+@cache
+def _version() -> str:
+    from importlib.metadata import version  # takes a tenth of the daemon's start to import
+
+    return version("preload-llm")
 
 
 def _selector(message: pb.Selector) -> Selector:
