@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 ReadConfig = Callable[[], DaemonConfig]
 
 _CHANGEABLE = frozenset(
-    ("host_limit", "allow_uids", "allow_gids", "ticket_ttl_s", "drain_timeout_s", "reclaim_timeout_s", "loader_threads", "models")
+    (
+        "host_limit", "allow_uids", "allow_gids", "ticket_ttl_s", "drain_timeout_s", "reclaim_timeout_s",
+        "loader_threads", "models",
+    )  # fmt: skip
 )
 
 

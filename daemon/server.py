@@ -86,7 +86,9 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     doors = Doors(runtime_dir, [runtime_dir / name for name in (DAEMON_SOCKET, HANDOVER_SOCKET)])
     handover = Handover(str(runtime_dir / HANDOVER_SOCKET), cache.leases, doors)
     health = HealthServicer()
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS, maximum_concurrent_rpcs=_MAX_RPCS)
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS, maximum_concurrent_rpcs=_MAX_RPCS
+    )
     service = WeightCacheService(cache, metrics, probes.address, str(runtime_dir / HANDOVER_SOCKET))
     weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
