@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from preload.engine.frontend.config import FrontendConfig
@@ -27,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .serve import make_resident
+    from .serve import resident_generation
 
     config = FrontendConfig(
         checkpoint=arguments.checkpoint,
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         config_overrides=arguments.config_overrides,
         max_num_seqs=1,
     )
-    make_resident(config, load=True)
+    config = replace(config, generation=resident_generation(config, load=True))
     text, finish_reason, usage = asyncio.run(_stream(config, arguments))
     if arguments.json:
         print(json.dumps({"text": text, "finish_reason": finish_reason, "usage": usage}))

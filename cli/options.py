@@ -17,7 +17,8 @@ def add_options(parser: argparse.ArgumentParser, config: type, skip: tuple[str, 
             continue
         text = str(item.metadata.get("help", ""))
         if item.metadata.get("positional"):
-            parser.add_argument(item.name, help=text)
+            optional: dict[str, Any] = {} if item.default is MISSING else {"nargs": "?", "default": argparse.SUPPRESS}
+            parser.add_argument(item.name, help=text, **optional)
         else:
             _add_option(parser, item, hints[item.name], text)
 

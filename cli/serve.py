@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from preload.engine.frontend.config import FrontendConfig
 
@@ -28,19 +29,22 @@ def run(arguments: argparse.Namespace) -> int:
     timeline.add("exec", process_start_ns())
     config = FrontendConfig(**given(arguments, FrontendConfig))
     with timeline.phase("load"):
-        make_resident(config, arguments.load)
+        config = replace(config, generation=resident_generation(config, arguments.load))
     return serve(config, timeline=timeline)
 
 
-def make_resident(config: FrontendConfig, load: bool) -> None:
-    """Loads the configured checkpoint, or, told not to, raises what an attach would raise."""
+def resident_generation(config: FrontendConfig, load: bool) -> str:
+    """The id of what is to be served: every core asks for that, whatever becomes of the checkpoint's files.
+
+    Loads the configured checkpoint, or, told not to, raises what an attach would raise."""
     from preload.engine.client import Control
     from preload.engine.client.control import make_selector
 
     with Control(config.runtime_dir or None) as control:
+        if config.generation:
+            return control.check(make_selector(generation_id=config.generation))
         if not load:
-            control.check(make_selector(config.checkpoint, recipe=config.recipe()))
-            return
+            return control.check(make_selector(config.checkpoint, recipe=config.recipe()))
         from .load import load_with_progress
 
-        load_with_progress(control, config.checkpoint, config.recipe(), evict_lru=False)
+        return load_with_progress(control, config.checkpoint, config.recipe(), evict_lru=False).id

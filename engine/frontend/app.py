@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .chat import chat_completions
+from .client_guard import send_in_time
 from .completions import completions
 from .errors import ApiError, MethodNotAllowedError, NotFoundError
 from .http import CLIENT_GONE_STATUS, ClientGoneError, JsonResponse, error_response
@@ -61,7 +62,7 @@ class Gate:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._service.metrics.requests.labels(_endpoint(path), str(message["status"])).inc()
-            await send(message)
+            await send_in_time(scope, send, message, self._service.config.client_timeout_s)
 
         if path not in OPEN_PATHS:
             try:
@@ -134,7 +135,7 @@ async def _metrics(request: Request) -> Response:
 async def _cores(request: Request) -> Response:
     service = _service(request)
     phases = [phase.__dict__ for phase in service.timeline.phases]
-    cores = await service.supervisor.describe()
+    cores = await service.describe_cores()
     return JsonResponse({"frontend": {"pid": os.getpid(), "phases": phases}, "cores": cores})
 
 
@@ -144,7 +145,7 @@ def _describe_model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created_s,
         "owned_by": "preload",
-        "root": service.config.checkpoint,
+        "root": service.current.config.checkpoint or service.current.config.generation,
     }
 
 

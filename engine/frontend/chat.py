@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from .api import ChatRequest, parse_chat
 from .choices import Delta, TokenEntry
+from .deployment import Deployment
 from .errors import BadRequestError
 from .fields import parse_object
 from .http import Answer, EventStream, read_body
@@ -22,7 +24,7 @@ async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
     service.check_open()
-    body = await read_body(request, service.config.max_body_bytes)
+    body = await read_body(request, service.config.max_body_bytes, service.config.client_timeout_s)
     asked = parse_chat(parse_object(body), service.tokenizer.vocab_size)
     service.check_model(asked.options.model)
     chat = Chat(service, asked)
@@ -37,8 +39,8 @@ class Chat:
         self._asked = asked
         self._created_s = int(time.time())
 
-    async def _start(self) -> Generation:
-        template = self._service.chat_template
+    async def _start(self, deployment: Deployment) -> Generation:
+        template = deployment.chat_template
         if template is None:
             raise BadRequestError(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template",
@@ -51,14 +53,19 @@ class Chat:
             arguments=self._asked.template_arguments,
         )
         # Templates write the special tokens themselves.
-        prompts = [await self._service.tokenizer.encode_async(text, add_special=False)]
+        prompts = [await deployment.tokenizer.encode_async(text, add_special=False)]
         options = self._asked.options
-        sampling = await self._service.sampling(options, prompts)
-        return Generation(service=self._service, prompts=prompts, options=options, sampling=sampling)
+        sampling = await deployment.sampling(options, prompts)
+        return Generation(
+            service=self._service, deployment=deployment, prompts=prompts, options=options, sampling=sampling
+        )
 
     async def answer(self) -> dict[str, Any]:
         """The response to a request that is not streamed."""
-        generation = await self._start()
+        async with self._service.deployment() as deployment:
+            return await self._answer(await self._start(deployment))
+
+    async def _answer(self, generation: Generation) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in generation.choices]
         entries: list[list[TokenEntry]] = [[] for _ in generation.choices]
         async with generation:
@@ -73,7 +80,7 @@ class Chat:
                     "content": "".join(texts[choice.index]),
                     "refusal": None,
                 },
-                "logprobs": self._logprobs(entries[choice.index]),
+                "logprobs": self._logprobs(generation, entries[choice.index]),
                 "finish_reason": choice.finish_reason,
             }
             for choice in generation.choices
@@ -83,7 +90,12 @@ class Chat:
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
-        generation = await self._start()
+        async with self._service.deployment() as deployment:
+            async with aclosing(self._events(await self._start(deployment))) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(generation, "chat.completion.chunk")
         if self._asked.options.include_usage:
             head["usage"] = None
@@ -92,15 +104,16 @@ class Chat:
                 opening = {"role": "assistant", "content": ""}
                 yield {**head, "choices": [_chunk(choice.index, opening, None, None)]}
             async for delta in generation.deltas():
-                for chunk in self._chunks(delta):
+                for chunk in self._chunks(generation, delta):
                     yield {**head, "choices": [chunk]}
         if self._asked.options.include_usage:
             yield {**head, "choices": [], "usage": generation.usage()}
 
-    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+    def _chunks(self, generation: Generation, delta: Delta) -> list[dict[str, Any]]:
         chunks = []
         if delta.text or delta.entries:
-            chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.entries), None))
+            logprobs = self._logprobs(generation, delta.entries)
+            chunks.append(_chunk(delta.index, {"content": delta.text}, logprobs, None))
         if delta.finish_reason:
             chunks.append(_chunk(delta.index, {}, None, delta.finish_reason))
         return chunks
@@ -113,11 +126,11 @@ class Chat:
             "model": self._service.config.model_name,
         }
 
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
+    def _logprobs(self, generation: Generation, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         options = self._asked.options
         if not options.logprobs:
             return None
-        return chat_logprobs(self._service.tokenizer, entries, options.num_top_logprobs)
+        return chat_logprobs(generation.deployment.tokenizer, entries, options.num_top_logprobs)
 
 
 def _chunk(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -11,17 +12,19 @@ from starlette.responses import Response
 
 from .api import CompletionRequest, parse_completion
 from .choices import TokenEntry
+from .deployment import Deployment
 from .fields import parse_object
 from .http import Answer, EventStream, read_body
 from .logprobs import completion_logprobs
 from .service import Generation, Service
+from .tokenizer import Tokenizer
 
 
 async def completions(request: Request) -> Response:
     """Completes one or several prompts."""
     service: Service = request.app.state.service
     service.check_open()
-    body = await read_body(request, service.config.max_body_bytes)
+    body = await read_body(request, service.config.max_body_bytes, service.config.client_timeout_s)
     asked = parse_completion(parse_object(body), service.tokenizer.vocab_size)
     service.check_model(asked.options.model)
     completion = Completion(service, asked)
@@ -36,27 +39,33 @@ class Completion:
         self._asked = asked
         self._created_s = int(time.time())
 
-    async def _start(self) -> tuple[Generation, list[str]]:
+    async def _start(self, deployment: Deployment) -> tuple[Generation, list[str]]:
         """The generation, and what each choice's text begins with."""
-        tokenizer = self._service.tokenizer
+        tokenizer = deployment.tokenizer
         prompts = [
             await tokenizer.encode_async(prompt, add_special=True) if isinstance(prompt, str) else prompt
             for prompt in self._asked.prompts
         ]
         options = self._asked.options
-        sampling = await self._service.sampling(options, prompts)
-        generation = Generation(service=self._service, prompts=prompts, options=options, sampling=sampling)
-        return generation, [self._echo(index // options.n) for index in range(len(generation.choices))]
+        sampling = await deployment.sampling(options, prompts)
+        generation = Generation(
+            service=self._service, deployment=deployment, prompts=prompts, options=options, sampling=sampling
+        )
+        echoes = [self._echo(tokenizer, index // options.n) for index in range(len(generation.choices))]
+        return generation, echoes
 
-    def _echo(self, prompt_index: int) -> str:
+    def _echo(self, tokenizer: Tokenizer, prompt_index: int) -> str:
         if not self._asked.echo:
             return ""
         prompt = self._asked.prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
 
     async def answer(self) -> dict[str, Any]:
         """The response to a request that is not streamed."""
-        generation, echoes = await self._start()
+        async with self._service.deployment() as deployment:
+            return await self._answer(*await self._start(deployment))
+
+    async def _answer(self, generation: Generation, echoes: Sequence[str]) -> dict[str, Any]:
         texts = [[echo] for echo in echoes]
         entries: list[list[TokenEntry]] = [[] for _ in echoes]
         async with generation:
@@ -64,25 +73,32 @@ class Completion:
                 texts[delta.index].append(delta.text)
                 entries[delta.index].extend(delta.entries)
         choices = [
-            self._choice(choice.index, "".join(texts[choice.index]), entries[choice.index], choice.finish_reason)
+            self._choice(
+                generation, choice.index, "".join(texts[choice.index]), entries[choice.index], choice.finish_reason
+            )
             for choice in generation.choices
         ]
         return {**self._head(generation), "choices": choices, "usage": generation.usage()}
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
+        async with self._service.deployment() as deployment:
+            async with aclosing(self._events(*await self._start(deployment))) as events:
+                async for event in events:
+                    yield event
+
+    async def _events(self, generation: Generation, echoes: Sequence[str]) -> AsyncGenerator[dict[str, Any], None]:
         options = self._asked.options
-        generation, echoes = await self._start()
         head = self._head(generation)
         if options.include_usage:
             head["usage"] = None
         async with generation:
             if self._asked.echo:
                 for index, echo in enumerate(echoes):
-                    yield {**head, "choices": [self._choice(index, echo, (), None)]}
+                    yield {**head, "choices": [self._choice(generation, index, echo, (), None)]}
             async for delta in generation.deltas():
                 if delta.text or delta.entries or delta.finish_reason:
-                    choice = self._choice(delta.index, delta.text, delta.entries, delta.finish_reason)
+                    choice = self._choice(generation, delta.index, delta.text, delta.entries, delta.finish_reason)
                     yield {**head, "choices": [choice]}
         if options.include_usage:
             yield {**head, "choices": [], "usage": generation.usage()}
@@ -96,10 +112,15 @@ class Completion:
         }
 
     def _choice(
-        self, index: int, text: str, entries: Sequence[TokenEntry], finish_reason: str | None
+        self,
+        generation: Generation,
+        index: int,
+        text: str,
+        entries: Sequence[TokenEntry],
+        finish_reason: str | None,
     ) -> dict[str, Any]:
         options = self._asked.options
         logprobs = None
         if options.logprobs:
-            logprobs = completion_logprobs(self._service.tokenizer, entries, options.num_top_logprobs)
+            logprobs = completion_logprobs(generation.deployment.tokenizer, entries, options.num_top_logprobs)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

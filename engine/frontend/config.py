@@ -21,7 +21,12 @@ class FrontendConfig:
     """Options of `preload serve`. Raises RequestError on an impossible combination."""
 
     checkpoint: str = field(
-        metadata={"help": "checkpoint to serve: a GGUF file or a folder of safetensors", "positional": True}
+        default="",
+        metadata={"help": "checkpoint to serve: a GGUF file or a folder of safetensors", "positional": True},
+    )
+    generation: str = field(
+        default="",
+        metadata={"help": "id of a resident generation to serve; the checkpoint need not be there (see --tokenizer)"},
     )
     runtime_dir: str = field(
         default="", metadata={"help": "folder of the daemon's sockets (empty: the user's default)"}
@@ -82,6 +87,18 @@ class FrontendConfig:
     template: bool = field(
         default=True, metadata={"help": "fork cores from the template process, and start one where there is none"}
     )
+    standby: int = field(
+        default=0,
+        metadata={"help": "warm cores, without KV memory, that wait to take over from one that dies"},
+    )
+    step_timeout_s: float = field(
+        default=30.0,
+        metadata={"help": "seconds one step of a core may take; one that takes longer is killed and replaced"},
+    )
+    client_timeout_s: float = field(
+        default=30.0,
+        metadata={"help": "seconds a client may take to send a request, or leave its answer unread"},
+    )
     core_ready_timeout_s: float = field(
         default=300.0, metadata={"help": "seconds a core may take to become ready before it is replaced"}
     )
@@ -89,19 +106,22 @@ class FrontendConfig:
 
     def __post_init__(self) -> None:
         self.recipe()
+        if not (self.checkpoint or self.generation):
+            raise RequestError("name a checkpoint to serve, or a resident generation with --generation")
         positive = ("max_num_seqs", "token_budget", "block_size", "max_body_bytes", "max_concurrent_requests")
         for name in positive:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}")
         at_least_0 = (
             "kv_cache_bytes", "max_model_len", "num_threads", "max_prompt_tokens", "max_queued_requests",
-            "request_timeout_s", "drain_timeout_s",
+            "request_timeout_s", "drain_timeout_s", "standby",
         )  # fmt: skip
         for name in at_least_0:
             if not getattr(self, name) >= 0:
                 raise RequestError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if not self.core_ready_timeout_s > 0:
-            raise RequestError(f"core_ready_timeout_s must be positive, not {self.core_ready_timeout_s}")
+        for name in ("core_ready_timeout_s", "step_timeout_s", "client_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise RequestError(f"{name} must be positive, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise RequestError(f"port must be between 0 and 65535, not {self.port}")
 
@@ -119,5 +139,7 @@ class FrontendConfig:
         """What requests call the model."""
         if self.served_model_name:
             return self.served_model_name
+        if not self.checkpoint:
+            return self.generation[:12]
         path = Path(self.checkpoint)
         return path.stem if path.suffix in (".gguf", ".safetensors") else path.name or str(path)

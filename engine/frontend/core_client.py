@@ -70,9 +70,14 @@ class CoreSession:
             call.cancel()
         return "the core ended the stream"
 
-    async def stats(self, timeout_s: float) -> pb.StatsResponse:
-        """Raises AioRpcError when the core does not answer in time."""
-        return await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+    async def stats(self, timeout_s: float | None) -> pb.StatsResponse:
+        """Raises AioRpcError when the core does not answer in time. Without a limit, waits for the connection too."""
+        return await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s, wait_for_ready=timeout_s is None)
+
+    async def promote(self, timeout_s: float) -> int:
+        """Makes a standby serve; returns the bytes of its KV cache. Raises AioRpcError."""
+        answer = await self._stub.Promote(pb.PromoteRequest(), timeout=timeout_s)
+        return answer.kv_cache_bytes
 
     async def drain(self, deadline_s: float) -> None:
         """Asks the core to finish and exit; one that is gone already has done so."""

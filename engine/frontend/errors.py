@@ -5,6 +5,7 @@ ApiError                      one HTTP status, one JSON body
 ├── UnauthorizedError     401 no key, or an unknown one
 ├── NotFoundError         404 no such path or model
 ├── MethodNotAllowedError 405
+├── SlowClientError       408 the body did not come in time
 ├── BodyTooLargeError     413
 ├── OverloadedError       503 too many requests, draining, or no core; carries Retry-After
 ├── TimeoutApiError       504 the request took longer than it may
@@ -70,6 +71,17 @@ class MethodNotAllowedError(ApiError):
 
     status = 405
     type = "invalid_request_error"
+
+
+class SlowClientError(ApiError):
+    """Raised when a body did not come in time; the client should send it faster. The connection is closed."""
+
+    status = 408
+    type = "invalid_request_error"
+
+    def __init__(self, timeout_s: float) -> None:
+        message = f"the request body did not come within {timeout_s:g} s"
+        super().__init__(message, code="request_timeout", headers={"Connection": "close"})
 
 
 class BodyTooLargeError(ApiError):

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, BodyTooLargeError
+from .errors import ApiError, BodyTooLargeError, SlowClientError
 
 T = TypeVar("T")
 
@@ -40,19 +40,22 @@ def error_response(error: ApiError) -> Response:
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLargeError as soon as it is known to be over the limit."""
+async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises BodyTooLargeError as soon as it is known to be over the limit, SlowClientError."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit_bytes:
         raise BodyTooLargeError(limit_bytes)
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit_bytes:
-                raise BodyTooLargeError(limit_bytes)
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit_bytes:
+                    raise BodyTooLargeError(limit_bytes)
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    except TimeoutError as error:
+        raise SlowClientError(timeout_s) from error
     return bytes(body)
 
 

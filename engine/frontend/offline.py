@@ -21,7 +21,7 @@ async def complete(config: FrontendConfig, body: Mapping[str, Any], *, chat: boo
     """Events of one streamed answer, as /v1/chat/completions or /v1/completions would send them.
 
     Raises CoreError, with the refusal of the request or of the core as its message."""
-    async with running_service(config, make_core_command(config), Timeline()) as (service, _):
+    async with running_service(config, make_core_command, Timeline()) as service:
         vocab_size = service.tokenizer.vocab_size
         fields = Fields({**body, "stream": True})
         try:

@@ -1,8 +1,20 @@
-"""Every request in flight, and which core works on it.
+"""Every request in flight of one deployment, and which core works on it.
 
 The frontend owns a sample from admission to its last token: prompt, sampling parameters, tokens so far. A core only
-borrows it. When a core dies, its samples go to the next one with the tokens they have; a sample that was with two
-cores that died is answered with an error, because it may be what killed them.
+borrows it. When a core dies, its samples go to the next one with the tokens they have.
+
+One of them may be what kills cores, so deaths are counted, and who has to be suspected is tried apart:
+
+- A sample's deaths count only as long as it makes no progress: with CLEARED_AFTER more tokens than at its last death
+  it has passed the step that would have killed again, and starts at 0.
+- After one death everybody is resubmitted. From its second on, a sample is suspected, and a trial begins: half of
+  the most suspected are with the core, alone; all others wait. When the core dies, the half is halved again; when
+  the half is cleared, the rest is tried. So the guilty one is found in a logarithmic number of deaths.
+- Only a sample that was alone with the core, at a death that was not its first, is blamed: it is answered with an
+  error and never submitted again; the others are cleared.
+
+An innocent neighbour is thus never condemned for the company it had. Requests that kill only together are cleared
+apart, and the supervisor's backoff bounds how fast they do it again.
 """
 
 from __future__ import annotations
@@ -19,7 +31,8 @@ from .errors import ApiError, CoreFailedError
 from .metrics import Metrics
 from .sampling import SamplingParams
 
-MAX_CORE_DEATHS = 2
+SUSPECTED_DEATHS = 2
+CLEARED_AFTER = 4
 
 
 class Session(Protocol):
@@ -49,7 +62,13 @@ class Sample:
     sampling: SamplingParams
     events: asyncio.Queue[SampleEvent]
     output_ids: list[int] = field(default_factory=list)
-    num_core_deaths: int = 0
+    home: InFlight | None = None
+    """Where it is in flight; None before that and when it has ended."""
+    with_core: bool = False
+    num_deaths: int = 0
+    """Of cores that had it, without progress in between."""
+    num_output_at_death: int = 0
+    was_submitted: bool = False
     submitted_at: float = field(default_factory=time.monotonic)
     last_token_at: float | None = None
 
@@ -63,6 +82,20 @@ class Sample:
             )
         )
 
+    def note_death(self) -> None:
+        self.with_core = False
+        self.num_deaths += 1
+        self.num_output_at_death = len(self.output_ids)
+
+    def clear_if_advanced(self) -> None:
+        if len(self.output_ids) >= self.num_output_at_death + CLEARED_AFTER:
+            self.num_deaths = 0
+
+    def abort(self) -> None:
+        """Forgets it, wherever it is; one that has ended, or was never submitted, is no error."""
+        if self.home is not None:
+            self.home.abort(self.request_id)
+
 
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -74,50 +107,100 @@ class InFlight:
         self._metrics = metrics
         self._samples: dict[str, Sample] = {}
         self._session: Session | None = None
+        self._trial: set[Sample] = set()
+        """The only ones that may be with the core; empty: everybody may."""
         self._closed: ApiError | None = None
         self.on_first_token: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
 
+    @property
+    def core_has_work(self) -> bool:
+        return any(sample.with_core for sample in self._samples.values())
+
     def submit(self, sample: Sample) -> None:
         """Takes a sample; it goes to the core at once, or to the next one as soon as there is one."""
         if self._closed is not None:
             sample.events.put_nowait(SampleEvent(sample.index, error=self._closed))
             return
-        self._samples[sample.request_id] = sample
-        self._metrics.in_flight.set(len(self._samples))
         self._metrics.prompt_tokens.inc(len(sample.prompt_ids))
-        if self._session is not None:
-            self._session.send(sample.to_proto())
+        self._take(sample)
+
+    def _take(self, sample: Sample) -> None:
+        self._samples[sample.request_id] = sample
+        sample.home = self
+        self._metrics.in_flight.inc()
+        if self._session is not None and not self._trial:
+            self._send(self._session, sample)
 
     def abort(self, request_id: str) -> None:
         """Forgets a sample and tells the core; one that has ended already is no error."""
-        if self._forget(request_id) and self._session is not None:
+        sample = self._samples.get(request_id)
+        if sample is None:
+            return
+        if sample.with_core and self._session is not None:
             self._session.send(pb.CoreRequest(abort=pb.AbortRequest(request_id=request_id)))
+        self._forget(sample)
 
-    def _forget(self, request_id: str) -> bool:
-        known = self._samples.pop(request_id, None) is not None
-        self._metrics.in_flight.set(len(self._samples))
-        return known
+    def move_to(self, other: InFlight) -> int:
+        """Hands every sample, with its tokens so far, to the deployment of the same weights; returns how many."""
+        samples = list(self._samples.values())
+        for sample in samples:
+            self.abort(sample.request_id)
+            other._take(sample)
+        return len(samples)
+
+    def _forget(self, sample: Sample) -> None:
+        del self._samples[sample.request_id]
+        sample.home = None
+        sample.with_core = False
+        self._metrics.in_flight.dec()
+        self._end_trial_of(sample)
 
     def attach(self, session: Session) -> None:
-        """A core is ready: it gets every sample in flight."""
+        """A core is ready: it gets every sample in flight, or those whose turn it is to be tried."""
         self._session = session
-        for sample in self._samples.values():
-            if sample.num_core_deaths:
-                self._metrics.resubmissions.inc()
-            session.send(sample.to_proto())
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Chooses whom to try, if anybody has to be, and hands over all who may run and do not yet."""
+        if self._session is None:
+            return
+        worst = max((sample.num_deaths for sample in self._samples.values()), default=0)
+        self._trial = set()
+        if worst >= SUSPECTED_DEATHS:
+            suspects = [sample for sample in self._samples.values() if sample.num_deaths == worst]
+            self._trial = set(suspects[: max(1, len(suspects) // 2)])
+        for sample in self._trial or self._samples.values():
+            if not sample.with_core:
+                self._send(self._session, sample)
+
+    def _send(self, session: Session, sample: Sample) -> None:
+        if sample.was_submitted:
+            self._metrics.resubmissions.inc()
+        sample.was_submitted = sample.with_core = True
+        session.send(sample.to_proto())
+
+    def _end_trial_of(self, sample: Sample) -> None:
+        if sample in self._trial:
+            self._trial.remove(sample)
+            if not self._trial:
+                self._start_next()
 
     def detach(self, session: Session) -> None:
-        """The core of `session` is gone: its samples wait for the next, but those it may have died of."""
+        """The core of `session` is gone: its samples wait for the next, but one it must have died of."""
         if self._session is not session:
             return
         self._session = None
-        for sample in list(self._samples.values()):
-            sample.num_core_deaths += 1
-            if sample.num_core_deaths >= MAX_CORE_DEATHS:
-                self._fail(sample, _died_repeatedly(sample))
+        self._trial = set()
+        victims = [sample for sample in self._samples.values() if sample.with_core]
+        for sample in victims:
+            sample.note_death()
+        if len(victims) == 1 and victims[0].num_deaths >= SUSPECTED_DEATHS:
+            self._fail(victims[0], _died_repeatedly(victims[0]))
+            for sample in self._samples.values():
+                sample.num_deaths = 0
 
     def close(self, error: ApiError) -> None:
         """Ends every sample, and each one submitted from now on, with `error`."""
@@ -127,7 +210,7 @@ class InFlight:
             sample.events.put_nowait(SampleEvent(sample.index, error=error))
 
     def _fail(self, sample: Sample, error: ApiError) -> None:
-        self._forget(sample.request_id)
+        self._forget(sample)
         sample.events.put_nowait(SampleEvent(sample.index, error=error))
 
     def on_output(self, output: pb.RequestOutput) -> None:
@@ -143,7 +226,11 @@ class InFlight:
             self._fail(sample, _core_error(output))
             return
         if finish != pb.FINISH_REASON_NONE:
-            self._forget(sample.request_id)
+            self._forget(sample)
+        elif sample.num_deaths:
+            sample.clear_if_advanced()
+            if not sample.num_deaths:
+                self._end_trial_of(sample)
         event = SampleEvent(sample.index, output.token_ids, output.logprobs, _FINISH.get(finish))
         sample.events.put_nowait(event)
 
@@ -162,7 +249,8 @@ class InFlight:
 
 def _died_repeatedly(sample: Sample) -> CoreFailedError:
     return CoreFailedError(
-        f"{sample.num_core_deaths} engine cores died while they worked on this request; it is not tried again",
+        f"{sample.num_deaths} engine cores died while they worked on this request, the last one on nothing else; "
+        "it is not tried again",
         code="core_died_repeatedly",
     )
 

@@ -30,22 +30,25 @@ from .core_process import CoreCommand, CoreProcess
 from .errors import StartError
 
 if TYPE_CHECKING:
+    from .deployment_factory import MakeCoreCommand
     from .service import Service
 
 _BACKLOG = 2048
 
 
-def run(config: FrontendConfig, *, timeline: Timeline | None = None, core_command: CoreCommand | None = None) -> int:
+def run(
+    config: FrontendConfig, *, timeline: Timeline | None = None, make_command: MakeCoreCommand | None = None
+) -> int:
     """Serves until SIGTERM or SIGINT. Returns 0 after a drain, 1 when it cannot start (the reason on stderr).
 
-    `timeline` holds the phases of this process so far; without one, all of them count as "exec". `core_command`
-    replaces the command line of the engine core. Call it from the main thread.
+    `timeline` holds the phases of this process so far; without one, all of them count as "exec". `make_command`
+    replaces the command line of engine cores. Call it from the main thread.
     """
     if timeline is None:
         timeline = Timeline()
         timeline.add("exec", process_start_ns())
     try:
-        asyncio.run(_serve(config, core_command or make_core_command(config), timeline))
+        asyncio.run(_serve(config, make_command or make_core_command, timeline))
     except (StartError, PreloadError) as error:
         print(f"preload serve: {error}", file=sys.stderr)
         return 1
@@ -59,13 +62,16 @@ def process_start_ns() -> int:
     return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - now_ns())
 
 
-def make_core_command(config: FrontendConfig) -> CoreCommand:
-    """The command line of an engine core for this configuration. Raises RequestError on an impossible one."""
+def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
+    """The command line of an engine core for this configuration. Raises RequestError on an impossible one.
+
+    A core of a known generation asks for that, so that it starts although the checkpoint has changed or is gone."""
 
     def command(socket_path: str, spawned_at_ns: int) -> list[str]:
         core = CoreConfig(
             runtime_dir=config.runtime_dir,
-            checkpoint=os.path.abspath(config.checkpoint),
+            checkpoint="" if config.generation else os.path.abspath(config.checkpoint),
+            generation_id=config.generation,
             model=config.model,
             quantization=config.quantization,
             compute_dtype=config.compute_dtype,
@@ -77,6 +83,7 @@ def make_core_command(config: FrontendConfig) -> CoreCommand:
             kv_cache_bytes=config.kv_cache_bytes,
             max_model_len=config.max_model_len,
             num_threads=config.num_threads,
+            standby=standby,
             spawned_at_ns=spawned_at_ns,
             parent_pid=os.getpid(),
         )
@@ -86,37 +93,37 @@ def make_core_command(config: FrontendConfig) -> CoreCommand:
     return TemplatedCommand(command, place_of(config.runtime_dir)) if config.template else command
 
 
-async def _serve(config: FrontendConfig, command: CoreCommand, timeline: Timeline) -> None:
+async def _serve(config: FrontendConfig, make_command: MakeCoreCommand, timeline: Timeline) -> None:
     with _listen(config) as listener:
-        async with running_service(config, command, timeline) as (service, runner):
+        async with running_service(config, make_command, timeline) as service:
             from .web_server import serve_http
 
-            await serve_http(service, listener, runner)
+            await serve_http(service, listener)
 
 
 @contextlib.asynccontextmanager
 async def running_service(
-    config: FrontendConfig, command: CoreCommand, timeline: Timeline
-) -> AsyncIterator[tuple[Service, asyncio.Task[None]]]:
-    """The service with its supervisor's task; the core is being started when it is given, and gone afterwards.
+    config: FrontendConfig, make_command: MakeCoreCommand, timeline: Timeline
+) -> AsyncIterator[Service]:
+    """The service; its core is being started when it is given, and all cores are gone afterwards.
 
     Raises StartError."""
     with _private_folder(config.runtime_dir) as socket_dir:
         with timeline.phase("spawn"):
             first_core = CoreProcess(0, socket_dir)
-            await first_core.start(command)
+            await first_core.start(make_command(config, False))
         try:
             with timeline.phase("imports"):
                 from .assembly import build_service
-            service = build_service(config, command, socket_dir, timeline)
+            service = build_service(config, make_command, socket_dir, first_core, timeline)
         except BaseException:
             await first_core.kill()
             raise
-        runner = asyncio.create_task(service.supervisor.run(first_core))
+        service.watch(service.current.start(first_core))
         try:
-            yield service, runner
+            yield service
         finally:
-            await service.supervisor.stop(runner)
+            await service.stop()
 
 
 @contextlib.contextmanager

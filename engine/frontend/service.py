@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,34 +14,50 @@ from preload.engine.timeline import Timeline
 from .admission import Admission
 from .api import GenerationOptions
 from .auth import ApiKeys
-from .chat_template import ChatTemplate
 from .choices import Choice, Delta
 from .config import FrontendConfig
-from .errors import BadRequestError, NotFoundError, OverloadedError, TimeoutApiError
+from .core_records import CoreRecords
+from .deployment import Deployment
+from .deployment_factory import DeploymentFactory
+from .errors import ApiError, NotFoundError, OverloadedError, TimeoutApiError
 from .metrics import Metrics
-from .requests import InFlight, Sample, SampleEvent
+from .requests import Sample, SampleEvent
 from .sampling import SamplingParams
 from .supervisor import Supervisor
 from .tokenizer import Tokenizer
 
-_POLL_S = 0.25
 
-
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Service:
-    """The parts of one frontend."""
+    """The parts of one frontend. `deployments` are those with cores: the current one, and others during an update."""
 
     config: FrontendConfig
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
     keys: ApiKeys
     metrics: Metrics
-    in_flight: InFlight
-    supervisor: Supervisor
     admission: Admission
+    factory: DeploymentFactory
+    records: CoreRecords
+    current: Deployment
     timeline: Timeline
     created_s: int
     draining: bool = False
+    deployments: list[Deployment] = field(init=False)
+    crashed: asyncio.Future[BaseException | None] = field(init=False)
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.deployments = [self.current]
+        self.crashed = asyncio.get_running_loop().create_future()
+        self._open.set()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.current.tokenizer
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.current.supervisor
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError for another model's name; none at all means ours."""
@@ -55,64 +72,46 @@ class Service:
         """Raises OverloadedError while no new request can be taken."""
         if self.draining:
             raise OverloadedError("the server is shutting down", code="shutting_down")
-        if self.supervisor.failing:
-            reason = "; ".join(self.supervisor.reasons())
-            raise OverloadedError(f"no engine core can be started: {reason}", code="core_unavailable")
+        if self._open.is_set():
+            self.current.check_core()
 
-    async def max_model_len(self) -> int:
-        """The longest sequence in tokens; waits for the first core. Raises OverloadedError if it fails."""
-        stats = asyncio.ensure_future(self.supervisor.model_stats())
-        try:
-            while True:
-                done, _ = await asyncio.wait((stats,), timeout=_POLL_S)
-                if done:
-                    return stats.result().max_model_len
-                self.check_open()
-        finally:
-            stats.cancel()
+    def hold_requests(self) -> None:
+        """New requests wait until `release_requests`, for an update that has no room for two cores."""
+        self._open.clear()
 
-    async def sampling(self, options: GenerationOptions, prompts: Sequence[Sequence[int]]) -> SamplingParams:
-        """Sampling parameters that suit every prompt. Raises BadRequestError when a prompt is too long."""
-        limit = await self.max_model_len()
-        max_prompt = self.config.max_prompt_tokens or limit
-        longest = max(len(ids) for ids in prompts)
-        if not min(len(ids) for ids in prompts):
-            raise BadRequestError("the prompt has no tokens", param="prompt", code="empty_prompt")
-        wanted = options.max_tokens
-        if longest > max_prompt or longest + (wanted or 1) > limit:
-            asked = f" and {wanted} tokens of answer were asked for" if wanted else ""
-            raise BadRequestError(
-                f"the prompt has {longest} tokens{asked}; the model's limit is {limit} tokens, prompt and "
-                f"answer together, and a prompt may have {min(max_prompt, limit)}",
-                param="max_tokens" if longest < min(limit, max_prompt + 1) else "prompt",
-                code="context_length_exceeded",
-            )
-        return self._sampling(options, wanted or limit - longest)
+    def release_requests(self) -> None:
+        self._open.set()
 
-    def _sampling(self, options: GenerationOptions, max_tokens: int) -> SamplingParams:
-        eos_ids = () if options.ignore_eos else self.tokenizer.eos_ids
-        if options.min_tokens > max_tokens:
-            raise BadRequestError(
-                f"'min_tokens' is {options.min_tokens}; there is room for {max_tokens}",
-                param="min_tokens",
-                code="out_of_range",
-            )
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            logit_bias=options.logit_bias,
-            seed=options.seed,
-            min_tokens=options.min_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *options.stop_token_ids))),
-            logprobs=options.logprobs,
-            num_top_logprobs=options.num_top_logprobs,
-        )
+    @asynccontextmanager
+    async def deployment(self) -> AsyncIterator[Deployment]:
+        """What a request that begins now is served by, from its tokenization to its end."""
+        await self._open.wait()
+        with self.current.used() as deployment:
+            yield deployment
+
+    def watch(self, runner: asyncio.Task[None]) -> None:
+        """A supervisor that ends by itself has a bug: the service ends with it, and is restarted."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None and not self.crashed.done():
+                self.crashed.set_result(error)
+
+        runner.add_done_callback(ended)
+
+    def close_requests(self, error: ApiError) -> None:
+        """Ends every request in flight, and each one submitted from now on, with `error`."""
+        for deployment in self.deployments:
+            deployment.in_flight.close(error)
+
+    async def stop(self) -> None:
+        """Ends every core."""
+        await asyncio.gather(*(deployment.stop() for deployment in self.deployments))
+
+    async def describe_cores(self) -> list[dict[str, Any]]:
+        """The record of every core, oldest first; phases of the current ones are fresh."""
+        for deployment in self.deployments:
+            await deployment.supervisor.current_stats()
+        return [life.to_json() for life in self.records.lives]
 
 
 @dataclass(kw_only=True)
@@ -123,6 +122,7 @@ class Generation:
     """
 
     service: Service
+    deployment: Deployment
     prompts: Sequence[Sequence[int]]
     options: GenerationOptions
     sampling: SamplingParams
@@ -135,7 +135,7 @@ class Generation:
     def __post_init__(self) -> None:
         n = self.options.n
         for index in range(len(self.prompts) * n):
-            self.choices.append(Choice(index, self.service.tokenizer, self.options.stop, self.options.min_tokens))
+            self.choices.append(Choice(index, self.deployment.tokenizer, self.options.stop, self.options.min_tokens))
             self._samples.append(
                 Sample(
                     request_id=f"{self.id}-{index}",
@@ -160,15 +160,16 @@ class Generation:
             # An event, not a cancellation: the reader may be anywhere, for instance sending to a slow client.
             expired = SampleEvent(0, error=self._timed_out())
             self._timer = loop.call_at(started + timeout_s, self._events.put_nowait, expired)
+        in_flight = self.deployment.latest().in_flight
         for sample in self._samples:
-            self.service.in_flight.submit(sample)
+            in_flight.submit(sample)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for sample in self._samples:
-            self.service.in_flight.abort(sample.request_id)
+            sample.abort()
         self.service.admission.release(len(self._samples))
 
     def _timed_out(self) -> TimeoutApiError:
@@ -188,7 +189,7 @@ class Generation:
             delta = choice.add(event)
             if delta.finish_reason is not None:
                 num_open -= 1
-                self.service.in_flight.abort(self._samples[event.index].request_id)
+                self._samples[event.index].abort()
             yield delta
 
     def usage(self) -> dict[str, Any]:

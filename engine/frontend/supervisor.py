@@ -1,101 +1,98 @@
-"""`Supervisor`: there is always a core, or one is being started.
+"""`Supervisor`: there is always a core for one deployment, or one is being started.
 
-Owns the core processes, one at a time, and their records. A dead core is replaced at once; one that keeps dying
-young is replaced after a growing pause. The requests themselves are InFlight's.
+Owns the deployment's cores: one that serves, and its standbys. When the serving core dies or hangs, a standby is
+promoted at once, or else another core is started; one that keeps dying young is replaced after a growing pause. The
+requests themselves are InFlight's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
-import grpc.aio
-
-from preload.engine.timeline import Phase, now_ns
+from preload.engine.timeline import now_ns
 from preload.protos import engine_core_pb2 as pb
 
-from .core_client import CoreSession
+from .backoff import Backoff
 from .core_process import CoreCommand, CoreLife, CoreProcess
+from .core_records import CoreRecords
 from .errors import StartError
+from .managed_core import ManagedCore
 from .metrics import Metrics
 from .requests import InFlight
+from .standbys import Standbys
 
-MAX_BACKOFF_S = 30.0
-_FIRST_BACKOFF_S = 0.5
-_YOUNG_S = 10.0
-_HISTORY = 64
 _STOP_GRACE_S = 2.0
-_STATS_TIMEOUT_S = 2.0
+_EXIT_SEEN_S = 0.5
+_NO_PROCESS_S = 0.5
+_CALM_S = 2.0
+"""After a core has begun to serve, until its first token or for so long, no standby is started beside it."""
 
 
-class Backoff:
-    """How long to wait before the next core.
+@dataclass(frozen=True, kw_only=True)
+class SupervisorOptions:
+    """How the cores of one deployment are started and watched."""
 
-    A core is young if it dies before it was ready or within 10 s of it. One that was ready is replaced at once
-    three times in a row, one that was not once; then the pause doubles from 0.5 s to 30 s.
-    """
-
-    def __init__(self) -> None:
-        self.num_young = 0
-
-    def after(self, life: CoreLife) -> float:
-        """Seconds to wait after the death of `life`."""
-        died_at_ns = life.died_at_ns or now_ns()
-        was_ready = life.ready_at_ns is not None
-        if life.ready_at_ns is not None and died_at_ns - life.ready_at_ns >= _YOUNG_S * 1e9:
-            self.num_young = 0
-            return 0.0
-        self.num_young += 1
-        excess = self.num_young - (3 if was_ready else 1)
-        return 0.0 if excess <= 0 else min(MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (excess - 1))
+    command: CoreCommand
+    standby_command: CoreCommand
+    num_standbys: int
+    ready_timeout_s: float
+    step_timeout_s: float
 
 
 class Supervisor:
-    """Runs cores until it is stopped."""
+    """Runs cores until it is stopped. Used from one event loop."""
 
     def __init__(
-        self,
-        *,
-        command: CoreCommand,
-        socket_dir: str,
-        in_flight: InFlight,
-        metrics: Metrics,
-        ready_timeout_s: float,
+        self, *, options: SupervisorOptions, records: CoreRecords, in_flight: InFlight, metrics: Metrics
     ) -> None:
-        self._command = command
-        self._socket_dir = socket_dir
+        self._options = options
+        self._records = records
         self._in_flight = in_flight
         self._metrics = metrics
-        self._ready_timeout_s = ready_timeout_s
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
-        self._known_stats: asyncio.Future[pb.StatsResponse] = asyncio.get_running_loop().create_future()
-        self._process: CoreProcess | None = None
-        self._session: CoreSession | None = None
+        self._standbys = Standbys(
+            options.num_standbys,
+            self._start_standby,
+            ready_timeout_s=options.ready_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+        )
+        loop = asyncio.get_running_loop()
+        self._known_stats: asyncio.Future[pb.StatsResponse] = loop.create_future()
+        self.first_death: asyncio.Future[str] = loop.create_future()
+        self._core: ManagedCore | None = None
+        self._serving = asyncio.Event()
+        self._last_death: CoreLife | None = None
         self._last_words: list[str] = []
-        self.lives: deque[CoreLife] = deque(maxlen=_HISTORY)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def serving(self) -> bool:
-        return self._session is not None
+        return self._serving.is_set()
+
+    @property
+    def num_warm_standbys(self) -> int:
+        return self._standbys.num_warm
 
     @property
     def failing(self) -> bool:
         """Cores die before they are ready, again and again: waiting would be in vain."""
-        dead = [life for life in self.lives if life.state == "dead"]
-        return self._backoff.num_young >= 2 and not self.serving and dead[-1].ready_at_ns is None
+        dead = self._last_death
+        return self._backoff.num_young >= 2 and not self.serving and dead is not None and dead.ready_at_ns is None
 
     def reasons(self) -> list[str]:
         """Why no core is serving; empty when one is."""
         if self.serving:
             return []
-        now = "is being started" if self._process is not None else "will be started"
+        now = "is being started" if self._core is not None else "will be started"
         reasons = [f"an engine core {now}"]
-        dead = next((life for life in reversed(self.lives) if life.exit_reason), None)
-        if dead is not None and dead.exit_reason is not None:
-            reasons.append(dead.exit_reason)
+        if self._last_death is not None and self._last_death.exit_reason is not None:
+            reasons.append(self._last_death.exit_reason)
         return reasons
 
     @property
@@ -107,111 +104,135 @@ class Supervisor:
         """What the first core that was ready said of the model; waits for it."""
         return await asyncio.shield(self._known_stats)
 
-    async def run(self, first: CoreProcess) -> None:
-        """Serves with `first`, which has been started, and starts core after core until `stop`."""
-        process = first
-        while not self._stopping.is_set():
-            life = await self._one_life(process)
-            if self._stopping.is_set():
-                return
-            delay_s = self._backoff.after(life)
-            try:
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
-            except TimeoutError:
-                self._metrics.core_restarts.inc()
-            process = CoreProcess(process.life.serial + 1, self._socket_dir)
-            await process.start(self._command)
-
-    async def _one_life(self, process: CoreProcess) -> CoreLife:
-        self.lives.append(process.life)
-        self._process = process
-        exit_task = asyncio.create_task(process.wait_exit())
-        serve_task = asyncio.create_task(self._serve(process))
+    async def wait_serving(self) -> None:
+        """Returns when a core serves. Raises StartError with the reason when one dies before."""
+        serving = asyncio.create_task(self._serving.wait())
         try:
-            await asyncio.wait((exit_task, serve_task), return_when=asyncio.FIRST_COMPLETED)
-            if serve_task.done():
-                # A broken stream is mostly the first sign of a death: let the process say what it died of.
-                await process.wait_exit_for(0.5)
+            await asyncio.wait((serving, self.first_death), return_when=asyncio.FIRST_COMPLETED)
+            if self.first_death.done():
+                raise StartError(self.first_death.result())
         finally:
-            serve_task.cancel()
-            await asyncio.gather(serve_task, return_exceptions=True)
-            await process.kill()
-            exit_task.cancel()
-            self._last_words = process.tail
-            self._process = None
-        if not serve_task.cancelled() and (error := serve_task.exception()) is not None:
-            process.life.exit_reason = f"{process.life.exit_reason} ({error})"
-        return process.life
+            serving.cancel()
 
-    async def _serve(self, process: CoreProcess) -> None:
-        session: CoreSession | None = None
+    async def run(self, first: CoreProcess | None = None) -> None:
+        """Serves with `first`, if it has been started already, and with core after core until `stop`."""
+        standbys = asyncio.create_task(self._standbys.run())
         try:
-            async with asyncio.timeout(self._ready_timeout_s):
-                await process.wait_listening()
-                session = CoreSession(process.socket_path)
-                await session.wait_serving()
-            process.life.ready_at_ns = now_ns()
-            process.life.state = "serving"
-            stream = asyncio.create_task(session.run(self._in_flight.on_output))
-            self._open(process, session)
-            try:
-                await self._record_stats(process.life, session, timeout_s=self._ready_timeout_s)
-                raise StartError(await stream)
-            finally:
-                stream.cancel()
-        except TimeoutError as error:
-            raise StartError(f"the core was not ready after {self._ready_timeout_s:g} s") from error
+            core = ManagedCore(first) if first is not None else await self._start_core()
+            while True:
+                await self._one_life(core)
+                successor = None if self._stopping.is_set() else await self._successor(core)
+                if successor is None:
+                    return
+                core = successor
         finally:
-            if session is not None:
-                self._close(session)
-                await session.close()
+            standbys.cancel()
+            await asyncio.gather(standbys, *self._tasks, return_exceptions=True)
 
-    def _open(self, process: CoreProcess, session: CoreSession) -> None:
-        self._session = session
+    async def _start_core(self) -> ManagedCore:
+        """A new process. One that cannot be had, for want of memory or descriptors, may be had later."""
+        while True:
+            try:
+                return await ManagedCore.start(self._records, self._options.command)
+            except StartError as error:
+                life = self._records.lives[-1]
+                self._last_death = life
+                print(f"preload serve: {error}", file=sys.stderr, flush=True)
+                await self._pause(max(_NO_PROCESS_S, self._backoff.after(life)))
+
+    async def _start_standby(self) -> ManagedCore:
+        return await ManagedCore.start(self._records, self._options.standby_command, standby=True)
+
+    async def _one_life(self, core: ManagedCore) -> None:
+        """From wherever it is in its start to its death; its requests wait for the next one then."""
+        self._core = core
+        self._standbys.hold()
+        why = ""
+        try:
+            if not core.is_open:
+                await core.open(self._options.ready_timeout_s)
+            why = await self._serve(core)
+        except StartError as error:
+            why = str(error)
+        finally:
+            self._core = None
+            self._background(self._bury(core, why))
+
+    async def _serve(self, core: ManagedCore) -> str:
+        session = core.session
+        self._serving.set()
         self._metrics.core_ready.set(1)
-        self._in_flight.on_first_token = lambda: self._note_first_token(process.life, session)
+        self._in_flight.on_first_token = lambda: self._note_first_token(core)
         self._in_flight.attach(session)
-
-    def _close(self, session: CoreSession) -> None:
-        if self._session is session:
-            self._session = None
+        self._background(self._learn_stats(core))
+        calm = asyncio.get_running_loop().call_later(_CALM_S, self._standbys.release)
+        try:
+            return await core.serve(
+                self._in_flight.on_output, lambda: self._in_flight.core_has_work, self._options.step_timeout_s
+            )
+        finally:
+            calm.cancel()
+            self._standbys.hold()
+            self._serving.clear()
             self._metrics.core_ready.set(0)
             self._in_flight.on_first_token = None
-        self._in_flight.detach(session)
+            self._in_flight.detach(session)
 
-    def _note_first_token(self, life: CoreLife, session: CoreSession) -> None:
-        life.first_token_at_ns = now_ns()
-        task = asyncio.create_task(self._record_stats(life, session))
+    async def _bury(self, core: ManagedCore, why: str) -> None:
+        await core.bury(why)
+        self._last_death = core.life
+        self._last_words = core.process.tail
+        if not self.first_death.done():
+            self.first_death.set_result(core.life.exit_reason or why)
+
+    async def _pause(self, delay_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _successor(self, dead: ManagedCore) -> ManagedCore | None:
+        """A promoted standby, or a core that has been started; None when told to stop. Requests wait meanwhile."""
+        if delay_s := self._backoff.after(dead.life):
+            await self._pause(delay_s)
+        if self._stopping.is_set():
+            return None
+        self._metrics.core_restarts.inc()
+        while (standby := await self._standbys.take()) is not None:
+            try:
+                await standby.promote()
+            except StartError as error:
+                self._background(self._bury(standby, str(error)))
+            else:
+                return standby
+        await dead.process.wait_exit_for(_EXIT_SEEN_S)  # its memory should be back before another takes some
+        return await self._start_core()
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _record_stats(
-        self, life: CoreLife, session: CoreSession, *, timeout_s: float = _STATS_TIMEOUT_S
-    ) -> None:
-        try:
-            stats = await session.stats(timeout_s)
-        except grpc.aio.AioRpcError:
-            # Busy or dying: its phases are asked for again, and its death is noticed elsewhere.
-            return
-        life.phases = [Phase(p.name, p.start_ns, p.end_ns) for p in stats.phases]
-        if not self._known_stats.done():
-            self._known_stats.set_result(stats)
+    def _note_first_token(self, core: ManagedCore) -> None:
+        core.life.first_token_at_ns = now_ns()
+        self._standbys.release()
+        self._background(self._learn_stats(core))
 
-    async def describe(self) -> list[dict[str, Any]]:
-        """The record of every core, oldest first; phases of the current one are fresh."""
-        if self._session is not None and self._process is not None:
-            await self._record_stats(self._process.life, self._session)
-        return [life.to_json() for life in self.lives]
+    async def _learn_stats(self, core: ManagedCore) -> None:
+        await core.refresh_stats(self._options.ready_timeout_s)
+        if core.stats is not None and not self._known_stats.done():
+            self._known_stats.set_result(core.stats)
+
+    async def current_stats(self) -> pb.StatsResponse | None:
+        """Fresh counters of the core that serves; None if none does."""
+        if self._core is None or not self.serving:
+            return None
+        await self._core.refresh_stats()
+        return self._core.stats
 
     async def stop(self, runner: asyncio.Task[None]) -> None:
-        """Ends the current core (drain, SIGTERM, SIGKILL) and then `runner`, the task of `run`."""
+        """Ends the cores (drain, SIGTERM, SIGKILL) and then `runner`, the task of `run`."""
         self._stopping.set()
-        process, session = self._process, self._session
-        if process is not None:
-            if session is not None:
-                await session.drain(_STOP_GRACE_S)
-                await process.wait_exit_for(_STOP_GRACE_S)
-            await process.stop(_STOP_GRACE_S)
+        if self._core is not None:
+            await self._core.drain(_STOP_GRACE_S)
         await asyncio.wait((runner,), timeout=_STOP_GRACE_S)
         runner.cancel()
         await asyncio.gather(runner, return_exceptions=True)

@@ -20,6 +20,7 @@ import uvicorn
 from preload.engine.timeline import now_ns
 
 from .app import build_app
+from .client_guard import make_protocol
 from .errors import OverloadedError, StartError
 from .service import Service
 
@@ -35,13 +36,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_http(service: Service, listener: socket.socket, runner: asyncio.Task[None]) -> None:
-    """Serves until a signal. Raises StartError when `runner`, the supervisor's task, ends before that."""
+async def serve_http(service: Service, listener: socket.socket) -> None:
+    """Serves until a signal. Raises StartError when the supervision of cores ends before that, by a bug."""
     server = _Server(_uvicorn_config(service))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _drain, service, server)
-    runner.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    service.crashed.add_done_callback(lambda _: setattr(server, "should_exit", True))
     notes = asyncio.create_task(_note_ready(service))
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -50,8 +51,9 @@ async def serve_http(service: Service, listener: socket.socket, runner: asyncio.
         await server.serve(sockets=[listener])
     finally:
         notes.cancel()
-    if runner.done() and not service.draining:
-        raise StartError(f"the supervisor of the engine core ended: {runner.exception()!r}") from (runner.exception())
+    if service.crashed.done() and not service.draining:
+        error = service.crashed.result()
+        raise StartError(f"the supervisor of the engine core ended: {error!r}") from error
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
@@ -62,7 +64,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(service),
         loop="asyncio",
-        http="h11",
+        http=make_protocol(service.config.client_timeout_s),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -88,4 +90,4 @@ def _drain(service: Service, server: uvicorn.Server) -> None:
     server.should_exit = True
     left_over = OverloadedError("the server shut down before the answer was complete", code="shutting_down")
     loop = asyncio.get_running_loop()
-    loop.call_later(service.config.drain_timeout_s, service.in_flight.close, left_over)
+    loop.call_later(service.config.drain_timeout_s, service.close_requests, left_over)

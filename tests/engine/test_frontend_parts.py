@@ -10,6 +10,7 @@ import pytest
 
 from preload.engine.errors import RequestError
 from preload.engine.frontend.admission import Admission
+from preload.engine.frontend.backoff import Backoff
 from preload.engine.frontend.choices import Choice
 from preload.engine.frontend.config import FrontendConfig
 from preload.engine.frontend.core_process import CoreLife, CoreProcess
@@ -17,7 +18,6 @@ from preload.engine.frontend.errors import BadRequestError, OverloadedError, Sta
 from preload.engine.frontend.metrics import Metrics
 from preload.engine.frontend.requests import InFlight, Sample, SampleEvent
 from preload.engine.frontend.sampling import SamplingParams, derive_seed
-from preload.engine.frontend.supervisor import Backoff
 from preload.engine.frontend.tokenizer_files import load_tokenizer
 from preload.protos import engine_core_pb2 as pb
 

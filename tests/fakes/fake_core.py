@@ -9,6 +9,10 @@ python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --beh
   hold_file      while this file exists no step is made
   exit_file      when this file exists at the start, the core exits 3 with the file's content on stderr
   poison_id      a request whose prompt holds this id kills the core at its third token
+  hang_id        a request whose prompt holds this id stops the core's steps at its third token
+  exit_if_max_model_len          started with this --max-model-len, the core exits 1
+  never_ready_if_max_model_len   started with this --max-model-len, it never listens
+  other_tokens_if_max_model_len  started with this --max-model-len, it is off by one token
   abort_log      file to which the ids of aborted requests are appended
   max_model_len  what Stats says
   ignore_term    SIGTERM and Drain have no effect
@@ -35,6 +39,7 @@ from preload.protos import engine_core_pb2_grpc as pb_grpc
 from preload.protos import weight_cache_pb2
 
 PR_SET_PDEATHSIG = 1
+TOKEN_SHIFT = [0]
 
 
 class Running:
@@ -45,7 +50,7 @@ class Running:
     def next_token(self) -> int:
         prompt = self.add.prompt_ids
         shift = self.add.sampling.seed if self.add.sampling.temperature else 0
-        token = prompt[(self.position + shift) % len(prompt)]
+        token = prompt[(self.position + shift + TOKEN_SHIFT[0]) % len(prompt)]
         self.position += 1
         return token
 
@@ -69,15 +74,19 @@ class Running:
 
 
 class FakeCore(pb_grpc.EngineCoreServicer):
-    def __init__(self, behaviour: dict[str, Any], spawned_at_ns: int) -> None:
+    def __init__(self, behaviour: dict[str, Any], spawned_at_ns: int, standby: bool) -> None:
         self.behaviour = behaviour
         self.spawned_at_ns = spawned_at_ns
         self.ready_at_ns = 0
         self.running: dict[str, Running] = {}
         self.draining = asyncio.Event()
         self.num_output_tokens = 0
+        self.num_steps = 0
+        self.standby = standby
 
     async def Generate(self, request_iterator, context):  # noqa: N802
+        if self.standby:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a standby")
         reader = asyncio.create_task(self._read(request_iterator))
         try:
             while True:
@@ -87,10 +96,20 @@ class FakeCore(pb_grpc.EngineCoreServicer):
                     if self.draining.is_set() and not self.running:
                         return
                     continue
+                if any(self._hangs(r) for r in self.running.values()):
+                    continue
+                self.num_steps += 1
                 yield pb.StepOutput(outputs=[self._step(r) for r in list(self.running.values())])
         finally:
             reader.cancel()
             self.running.clear()
+
+    def _hangs(self, running: Running) -> bool:
+        return self.behaviour.get("hang_id") in running.add.prompt_ids and running.position >= 2
+
+    async def Promote(self, request, context):  # noqa: N802
+        self.standby = False
+        return pb.PromoteResponse()
 
     def _step(self, running: Running) -> pb.RequestOutput:
         if self.behaviour.get("poison_id") in running.add.prompt_ids and running.position >= 2:
@@ -122,6 +141,8 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         return pb.StatsResponse(
             pid=os.getpid(),
             num_running=len(self.running),
+            num_steps=self.num_steps,
+            standby=self.standby,
             num_output_tokens=self.num_output_tokens,
             max_model_len=self.behaviour.get("max_model_len", 8192),
             phases=phases,
@@ -130,7 +151,8 @@ class FakeCore(pb_grpc.EngineCoreServicer):
 
 async def main(options: argparse.Namespace) -> None:
     behaviour = json.loads(options.behaviour)
-    core = FakeCore(behaviour, options.spawned_at_ns)
+    TOKEN_SHIFT[0] = int(behaviour.get("other_tokens_if_max_model_len", -1) == options.max_model_len)
+    core = FakeCore(behaviour, options.spawned_at_ns, options.standby)
     server = grpc.aio.server()
     pb_grpc.add_EngineCoreServicer_to_server(core, server)
     checks = health.aio.HealthServicer()
@@ -140,7 +162,8 @@ async def main(options: argparse.Namespace) -> None:
     if behaviour.get("ignore_term"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     core.ready_at_ns = time.monotonic_ns()
-    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    if not options.standby:
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     print("fake core is serving", file=sys.stderr, flush=True)
     await core.draining.wait()
     await server.stop(5)
@@ -152,11 +175,18 @@ if __name__ == "__main__":
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--spawned-at-ns", type=int, default=0)
     parser.add_argument("--behaviour", default="{}")
+    parser.add_argument("--max-model-len", type=int, default=0)
+    parser.add_argument("--standby", action="store_true")
     arguments = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != arguments.parent_pid:
         sys.exit("the parent is gone")
-    exit_file = json.loads(arguments.behaviour).get("exit_file")
+    told = json.loads(arguments.behaviour)
+    if told.get("exit_if_max_model_len", -1) == arguments.max_model_len:
+        sys.exit("this configuration cannot be served")
+    while told.get("never_ready_if_max_model_len", -1) == arguments.max_model_len:
+        time.sleep(3600)
+    exit_file = told.get("exit_file")
     if exit_file and os.path.exists(exit_file):
         print(Path(exit_file).read_text(), file=sys.stderr)
         sys.exit(3)

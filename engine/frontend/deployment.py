@@ -1,0 +1,133 @@
+"""`Deployment`: what is served at one time: weights, flags, tokenizer, the cores for them and their requests.
+
+A rolling update makes a second one beside it, which takes the new requests; a request stays with the deployment it
+began with, since another one's tokens mean something else. Only one with the same weights may take it over, and is
+its `successor` then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .api import GenerationOptions
+from .chat_template import ChatTemplate
+from .config import FrontendConfig
+from .core_process import CoreProcess
+from .errors import BadRequestError, OverloadedError
+from .requests import InFlight
+from .sampling import SamplingParams
+from .supervisor import Supervisor
+from .tokenizer import Tokenizer
+
+_POLL_S = 0.25
+
+
+@dataclass(kw_only=True, eq=False)
+class Deployment:
+    """Made idle; `start` it. `num_users` are HTTP requests that have begun with it and not ended."""
+
+    config: FrontendConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    in_flight: InFlight
+    supervisor: Supervisor
+    runner: asyncio.Task[None] | None = None
+    successor: Deployment | None = None
+    num_users: int = 0
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.unused.set()
+
+    def start(self, first: CoreProcess | None = None) -> asyncio.Task[None]:
+        """Starts supervision, with a core that has been started already or with another."""
+        self.runner = asyncio.create_task(self.supervisor.run(first))
+        return self.runner
+
+    async def stop(self) -> None:
+        """Ends the cores. Requests that are left stay where they are."""
+        if self.runner is not None:
+            await self.supervisor.stop(self.runner)
+
+    @contextmanager
+    def used(self) -> Iterator[Deployment]:
+        """As long as its body runs, the deployment is not taken away."""
+        self.num_users += 1
+        self.unused.clear()
+        try:
+            yield self
+        finally:
+            self.num_users -= 1
+            if not self.num_users:
+                self.unused.set()
+
+    def latest(self) -> Deployment:
+        """Where a sample of this deployment is to be submitted now."""
+        deployment = self
+        while deployment.successor is not None:
+            deployment = deployment.successor
+        return deployment
+
+    def check_core(self) -> None:
+        """Raises OverloadedError when cores die before they are ready, again and again."""
+        if self.supervisor.failing:
+            reason = "; ".join(self.supervisor.reasons())
+            raise OverloadedError(f"no engine core can be started: {reason}", code="core_unavailable")
+
+    async def max_model_len(self) -> int:
+        """The longest sequence in tokens; waits for the first core. Raises OverloadedError if it fails."""
+        stats = asyncio.ensure_future(self.supervisor.model_stats())
+        try:
+            while True:
+                done, _ = await asyncio.wait((stats,), timeout=_POLL_S)
+                if done:
+                    return stats.result().max_model_len
+                self.check_core()
+        finally:
+            stats.cancel()
+
+    async def sampling(self, options: GenerationOptions, prompts: Sequence[Sequence[int]]) -> SamplingParams:
+        """Sampling parameters that suit every prompt. Raises BadRequestError when a prompt is too long."""
+        limit = await self.max_model_len()
+        max_prompt = self.config.max_prompt_tokens or limit
+        longest = max(len(ids) for ids in prompts)
+        if not min(len(ids) for ids in prompts):
+            raise BadRequestError("the prompt has no tokens", param="prompt", code="empty_prompt")
+        wanted = options.max_tokens
+        if longest > max_prompt or longest + (wanted or 1) > limit:
+            asked = f" and {wanted} tokens of answer were asked for" if wanted else ""
+            raise BadRequestError(
+                f"the prompt has {longest} tokens{asked}; the model's limit is {limit} tokens, prompt and "
+                f"answer together, and a prompt may have {min(max_prompt, limit)}",
+                param="max_tokens" if longest < min(limit, max_prompt + 1) else "prompt",
+                code="context_length_exceeded",
+            )
+        return self._sampling(options, wanted or limit - longest)
+
+    def _sampling(self, options: GenerationOptions, max_tokens: int) -> SamplingParams:
+        eos_ids = () if options.ignore_eos else self.tokenizer.eos_ids
+        if options.min_tokens > max_tokens:
+            raise BadRequestError(
+                f"'min_tokens' is {options.min_tokens}; there is room for {max_tokens}",
+                param="min_tokens",
+                code="out_of_range",
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logit_bias=options.logit_bias,
+            seed=options.seed,
+            min_tokens=options.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *options.stop_token_ids))),
+            logprobs=options.logprobs,
+            num_top_logprobs=options.num_top_logprobs,
+        )
