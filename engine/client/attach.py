@@ -95,7 +95,9 @@ def attach(
     try:
         attached = lease.attached
         with timeline.phase("map"):
-            fds = fetch_descriptors(attached.handover_socket, attached.ticket, timeout_s)
+            # By its name in our runtime folder: in another container the folder may have another path.
+            handover_socket = str(Path(runtime_dir).absolute() / Path(attached.handover_socket).name)
+            fds = fetch_descriptors(handover_socket, attached.ticket, timeout_s)
             segments = map_segments(fds, attached.segments)
         with timeline.phase("bind"):
             manifest = pb.Manifest.FromString(attached.manifest)

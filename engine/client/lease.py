@@ -24,13 +24,17 @@ from .channel import open_channel, raise_typed
 
 log = logging.getLogger(__name__)
 
-_RECLAIM_INTERVAL_S = 0.25
+_FIRST_RECLAIM_S = 0.02
+_MAX_RECLAIM_S = 0.25
+_MAX_REFUSED_S = 5.0
+_RECLAIM_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
 class LeaseEvent:
     """`kind` is "retiring", "superseded", "draining", "lost" (no daemon), "reclaimed", or "refused" (the daemon is
-    back and does not have the generation; `detail` says why). `detail` of "superseded" is the successor's id."""
+    back and does not have the generation; `detail` says why, and the lease goes on asking). `detail` of "superseded"
+    is the successor's id, of "reclaimed" the daemon's epoch."""
 
     kind: str
     detail: str = ""
@@ -46,9 +50,24 @@ class _Stream:
         # The call object is an iterator and an rpc at once, which its type does not say.
         self.responses: Any = pb_grpc.WeightCacheStub(self._channel).Attach(iter(self._requests.get, None))
 
-    def first(self) -> pb.Attached:
-        event: pb.AttachEvent = next(self.responses)
-        return event.attached
+    def first(self, timeout_s: float) -> pb.Attached | None:
+        """The daemon's answer; None if it went away, was silent for too long, or the stream was closed meanwhile.
+
+        A stream has no deadline of its own, so a timer ends one that stays silent. Raises grpc.RpcError."""
+        timer = threading.Timer(timeout_s, self.responses.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            event: pb.AttachEvent = next(self.responses)
+            return event.attached
+        except StopIteration:
+            return None
+        except grpc.RpcError as error:
+            if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                return None
+            raise
+        finally:
+            timer.cancel()
 
     def send(self, request: pb.AttachRequest) -> None:
         self._requests.put(request)
@@ -104,21 +123,17 @@ class Lease:
         return pb.AttachRequest(phases=pb.PhaseReport(phases=phases))
 
     def _first(self, timeout_s: float) -> pb.Attached:
-        """The daemon's answer. A stream has no deadline of its own, so a timer ends one that stays silent."""
-        timer = threading.Timer(timeout_s, self._stream.responses.cancel)
-        timer.daemon = True
-        timer.start()
         try:
-            return self._stream.first()
+            attached = self._stream.first(timeout_s)
         except grpc.RpcError as error:
             self._stream.close()
-            if _code(error) is grpc.StatusCode.CANCELLED:
-                raise DaemonUnreachableError(
-                    f"the daemon in {self._runtime_dir} did not answer within {timeout_s:g} s"
-                ) from error
             raise_typed(error, self._runtime_dir)
-        finally:
-            timer.cancel()
+        if attached is None:
+            self._stream.close()
+            raise DaemonUnreachableError(
+                f"the daemon in {self._runtime_dir} went away, or did not answer within {timeout_s:g} s"
+            )
+        return attached
 
     def _read(self) -> None:
         while True:
@@ -134,40 +149,47 @@ class Lease:
                 return
 
     def _reclaim(self) -> bool:
-        """Asks by generation id until a daemon answers. False if the lease is over."""
-        opening = pb.AttachOpen()
-        opening.CopyFrom(self._opening)
-        opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id))
-        opening.reclaim_secret = self.attached.reclaim_secret
-        while not self._closed.wait(_RECLAIM_INTERVAL_S):
+        """Asks by generation id until a daemon that has the generation answers. False if the lease is closed."""
+        wait_s = _FIRST_RECLAIM_S
+        last_refusal = ""
+        while not self._closed.wait(wait_s):
+            wait_s = min(2 * wait_s, _MAX_REFUSED_S if last_refusal else _MAX_RECLAIM_S)
             try:
-                stream = _Stream(self._runtime_dir, opening)
-            except DaemonUnreachableError:
+                attached = self._ask_again()
+            except PreloadError as refusal:
+                if refusal.message != last_refusal:
+                    log.warning("the daemon is back without this generation: %s", refusal.message)
+                    self._emit(LeaseEvent("refused", refusal.message))
+                last_refusal = refusal.message
                 continue
-            try:
-                self.attached = stream.first()
-            except grpc.RpcError as error:
-                stream.close()
-                if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                    continue
-                return self._refused(error)
-            self._stream.close()
-            self._stream = stream
-            if self._closed.is_set():  # `close` may have missed this stream, and waits for our end
-                stream.close()
-                return False
-            stream.send(self._report())
-            self._emit(LeaseEvent("reclaimed", str(self.attached.epoch)))
+            if attached is None:
+                continue
+            self.attached = attached
+            self._stream.send(self._report())
+            self._emit(LeaseEvent("reclaimed", str(attached.epoch)))
             return True
         return False
 
-    def _refused(self, error: grpc.RpcError) -> bool:
+    def _ask_again(self) -> pb.Attached | None:
+        """One attempt, on a stream that `close` can end at any time. Raises PreloadError if the daemon refuses."""
+        opening = pb.AttachOpen()
+        opening.CopyFrom(self._opening)
+        rank = self._opening.selector.rank
+        opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id, rank=rank))
+        opening.reclaim_secret = self.attached.reclaim_secret
         try:
+            stream = _Stream(self._runtime_dir, opening)
+        except DaemonUnreachableError:
+            return None
+        self._stream.close()
+        self._stream = stream
+        if self._closed.is_set():  # `close` may have missed this stream, and waits for our end
+            stream.close()
+            return None
+        try:
+            return stream.first(_RECLAIM_ANSWER_S)
+        except grpc.RpcError as error:
             raise_typed(error, self._runtime_dir)
-        except PreloadError as refusal:
-            log.warning("the daemon is back without this generation: %s", refusal.message)
-            self._emit(LeaseEvent("refused", refusal.message))
-        return False
 
     def _emit(self, event: LeaseEvent) -> None:
         self._events.put(event)

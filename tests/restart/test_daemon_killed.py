@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,6 +71,35 @@ def test_a_lease_is_refused_by_a_successor_that_has_not_the_generation(daemon: A
     assert f"no generation with id {attached.generation_id}" in detail
     assert bytes(attached.tensors["a"]) == kept
     assert leases(daemon) == []
+
+
+def test_a_refused_lease_is_reclaimed_once_the_generation_is_back(
+    daemon: Any, attached: Any, raw_checkpoint: Path
+) -> None:
+    events = Events(attached.lease)
+    daemon.kill()
+    daemon.start()
+    assert [events.next()[0] for _ in range(2)] == ["lost", "refused"]
+    assert daemon.load(raw_checkpoint, model="raw").id == attached.generation_id
+    assert events.next() == ("reclaimed", "2")
+    assert [lease.id for lease in leases(daemon)] == [attached.lease.id]
+
+
+def test_a_lease_can_be_closed_while_a_daemon_accepts_and_never_answers(daemon: Any, attached: Any) -> None:
+    events = Events(attached.lease)
+    daemon.kill()
+    path = daemon.runtime_dir / "daemon.sock"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        assert events.next() == ("lost", "")
+        accepted, _ = silent.accept()
+        with accepted:
+            closer = threading.Thread(target=attached.lease.close)
+            closer.start()
+            closer.join(DEADLINE_S)
+            assert not closer.is_alive()
 
 
 def test_a_lease_is_reclaimed_from_a_successor_that_has_it(
