@@ -274,6 +274,41 @@ def llama(write_safetensors: Callable[..., Path]) -> LlamaFiles:
     return LlamaFiles(write_safetensors)
 
 
+@dataclass
+class FaultyFiles:
+    """What a fault is built from: a folder with a good model in it, and the makers of parts of it."""
+
+    folder: Path
+    llama: Any
+    write: Callable[..., Path]
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "model.safetensors"
+
+    def model(self, change: Callable[[dict[str, Any]], Any] = lambda tensors: None, **config: Any) -> Path:
+        """The model after a change of its tensors."""
+        tensors = self.llama.tensors()
+        change(tensors)
+        folder: Path = self.llama.folder(self.folder, tensors, **config)
+        return folder
+
+    def header(self, header: object, data: bytes = bytes(64), num_bytes: int | None = None) -> Path:
+        """A raw safetensors file with exactly that header; `num_bytes` is what it claims as the header's size."""
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path = self.folder / "raw.safetensors"
+        size = len(text) if num_bytes is None else num_bytes
+        path.write_bytes(size.to_bytes(8, "little") + text + data)
+        return path
+
+
+@pytest.fixture
+def files(tmp_path: Path, llama: Any, write_safetensors: Callable[..., Path]) -> FaultyFiles:
+    folder = tmp_path / "faulty"
+    folder.mkdir()
+    return FaultyFiles(folder, llama, write_safetensors)
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, tuple[int, list[int], bytes]],

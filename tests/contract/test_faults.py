@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from preload.engine.client import attach
 from preload.engine.errors import CheckpointError, CheckpointNotFoundError, PreloadError
-from preload.engine.recipe import Recipe
 
 NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
@@ -30,45 +28,10 @@ def daemon(make_shared_daemon: Callable[..., Any]) -> Any:
 
 
 @dataclass
-class Files:
-    """What a fault is built from: a folder with a good model in it, and the makers of parts of it."""
-
-    folder: Path
-    llama: Any
-    write: Callable[..., Path]
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / "model.safetensors"
-
-    def model(self, change: Callable[[dict[str, Any]], Any] = lambda tensors: None, **config: Any) -> Path:
-        """The model after a change of its tensors."""
-        tensors = self.llama.tensors()
-        change(tensors)
-        folder: Path = self.llama.folder(self.folder, tensors, **config)
-        return folder
-
-    def header(self, header: object, data: bytes = bytes(64), num_bytes: int | None = None) -> Path:
-        """A raw safetensors file with exactly that header; `num_bytes` is what it claims as the header's size."""
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        path = self.folder / "raw.safetensors"
-        size = len(text) if num_bytes is None else num_bytes
-        path.write_bytes(size.to_bytes(8, "little") + text + data)
-        return path
-
-
-@pytest.fixture
-def files(tmp_path: Path, llama: Any, write_safetensors: Callable[..., Path]) -> Files:
-    folder = tmp_path / "faulty"
-    folder.mkdir()
-    return Files(folder, llama, write_safetensors)
-
-
-@dataclass
 class Fault:
     """How to make it, the error it must raise, and what its message must say."""
 
-    make: Callable[[Files], Path]
+    make: Callable[[Any], Path]
     error: type[PreloadError]
     words: tuple[str, ...]
 
@@ -76,10 +39,10 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(*words: str, error: type[PreloadError] = CheckpointError) -> Callable[..., Callable[[Files], Path]]:
+def fault(*words: str, error: type[PreloadError] = CheckpointError) -> Callable[..., Callable[[Any], Path]]:
     """Registers a maker under its function's name."""
 
-    def register(make: Callable[[Files], Path]) -> Callable[[Files], Path]:
+    def register(make: Callable[[Any], Path]) -> Callable[[Any], Path]:
         FAULTS[make.__name__] = Fault(make, error, words)
         return make
 
@@ -91,94 +54,94 @@ def entry(begin: int, end: int, dtype: str = "F32", shape: list[int] | None = No
 
 
 @fault("model.safetensors", LM_HEAD, "truncated")
-def truncated_file(files: Files) -> Path:
+def truncated_file(files: Any) -> Path:
     folder = files.model()
     os.truncate(files.weights, files.weights.stat().st_size - 100)
     return folder
 
 
 @fault("raw.safetensors", "truncated", "no header")
-def file_shorter_than_any_header(files: Files) -> Path:
+def file_shorter_than_any_header(files: Any) -> Path:
     path = files.folder / "raw.safetensors"
     path.write_bytes(b"\x08\0\0")
     return path
 
 
 @fault("raw.safetensors", "header of 5000 bytes is longer than the file")
-def header_longer_than_the_file(files: Files) -> Path:
+def header_longer_than_the_file(files: Any) -> Path:
     return files.header({"a": entry(0, 64)}, num_bytes=5000)
 
 
 @fault("raw.safetensors", "header of 200000000 bytes, over the limit of 100000000")
-def header_over_100_mb(files: Files) -> Path:
+def header_over_100_mb(files: Any) -> Path:
     path = files.header(b"{}", num_bytes=200_000_000)
     os.truncate(path, 300_000_000)
     return path
 
 
 @fault("raw.safetensors", "header", "JSON")
-def header_not_json(files: Files) -> Path:
+def header_not_json(files: Any) -> Path:
     return files.header(b'{"a": {"dtype": "F32", "shape": [16], ')
 
 
 @fault("raw.safetensors", "header", "object")
-def header_not_an_object(files: Files) -> Path:
+def header_not_an_object(files: Any) -> Path:
     return files.header([1, 2])
 
 
 @fault("raw.safetensors", "'a'")
-def header_naming_a_tensor_twice(files: Files) -> Path:
+def header_naming_a_tensor_twice(files: Any) -> Path:
     one = json.dumps(entry(0, 32)).encode()
     return files.header(b'{"a": ' + one + b', "a": ' + json.dumps(entry(32, 64)).encode() + b"}")
 
 
 @fault("raw.safetensors", "'b'", "overlaps the one before it by 8 bytes")
-def offsets_that_overlap(files: Files) -> Path:
+def offsets_that_overlap(files: Any) -> Path:
     return files.header({"a": entry(0, 40), "b": entry(32, 64)})
 
 
 @fault("raw.safetensors", "'b'", "leaves a hole of 16 bytes")
-def offsets_that_leave_a_hole(files: Files) -> Path:
+def offsets_that_leave_a_hole(files: Any) -> Path:
     return files.header({"a": entry(0, 32), "b": entry(48, 64)})
 
 
 @fault("raw.safetensors", "'a'", "leaves a hole of 16 bytes")
-def offsets_that_begin_late(files: Files) -> Path:
+def offsets_that_begin_late(files: Any) -> Path:
     return files.header({"a": entry(16, 64)})
 
 
 @fault("raw.safetensors", "'b'", "past the end of the file")
-def offsets_that_pass_the_end(files: Files) -> Path:
+def offsets_that_pass_the_end(files: Any) -> Path:
     return files.header({"a": entry(0, 32), "b": entry(32, 96)})
 
 
 @fault("raw.safetensors", "'a'", "data_offsets")
-def offsets_that_run_backwards(files: Files) -> Path:
+def offsets_that_run_backwards(files: Any) -> Path:
     return files.header({"a": {"dtype": "F32", "shape": [0], "data_offsets": [64, 0]}})
 
 
 @fault("raw.safetensors", "'a'", "data_offsets")
-def offsets_that_are_negative(files: Files) -> Path:
+def offsets_that_are_negative(files: Any) -> Path:
     return files.header({"a": entry(-64, 0, shape=[16])})
 
 
 @fault("raw.safetensors", "'a'", "64 bytes, but F32 [4, 5] needs 80")
-def bytes_that_do_not_fit_the_shape(files: Files) -> Path:
+def bytes_that_do_not_fit_the_shape(files: Any) -> Path:
     return files.header({"a": entry(0, 64, shape=[4, 5])})
 
 
 @fault("raw.safetensors", "24 trailing bytes")
-def trailing_bytes(files: Files) -> Path:
+def trailing_bytes(files: Any) -> Path:
     return files.header({"a": entry(0, 40)})
 
 
 @fault("raw.safetensors", "'a'", "unknown dtype 'F5'")
-def unknown_dtype(files: Files) -> Path:
+def unknown_dtype(files: Any) -> Path:
     return files.header({"a": entry(0, 64, dtype="F5")})
 
 
 @fault("holds no tensors")
-def file_without_tensors(files: Files) -> Path:
+def file_without_tensors(files: Any) -> Path:
     return files.header({}, data=b"")
 
 
@@ -186,20 +149,20 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsiz
 
 
 @fault("model.safetensors", "git-lfs pointer", "git lfs pull")
-def git_lfs_pointer_instead_of_weights(files: Files) -> Path:
+def git_lfs_pointer_instead_of_weights(files: Any) -> Path:
     folder = files.model()
     files.weights.write_bytes(LFS_POINTER)
     return folder
 
 
 @fault("config.json", "git-lfs pointer")
-def git_lfs_pointer_instead_of_a_config(files: Files) -> Path:
+def git_lfs_pointer_instead_of_a_config(files: Any) -> Path:
     folder = files.model()
     (folder / "config.json").write_bytes(LFS_POINTER)
     return folder
 
 
-def sharded(files: Files) -> tuple[Path, Path, Path]:
+def sharded(files: Any) -> tuple[Path, Path, Path]:
     """A folder of two shards, and the two."""
     folder = files.llama.sharded(files.folder, files.llama.tensors())
     first, second = (folder / f"model-{i:05}-of-00002.safetensors" for i in (1, 2))
@@ -208,14 +171,14 @@ def sharded(files: Files) -> tuple[Path, Path, Path]:
 
 @fault("model-00002-of-00002.safetensors", "missing", "model.safetensors.index.json names it",
        error=CheckpointNotFoundError)  # fmt: skip
-def shard_that_the_index_names_is_missing(files: Files) -> Path:
+def shard_that_the_index_names_is_missing(files: Any) -> Path:
     folder, _, second = sharded(files)
     second.unlink()
     return folder
 
 
 @fault("model-00001-of-00002.safetensors", "'extra'", "is not named by model.safetensors.index.json")
-def tensor_in_a_shard_that_the_index_does_not_name(files: Files) -> Path:
+def tensor_in_a_shard_that_the_index_does_not_name(files: Any) -> Path:
     folder, first, _ = sharded(files)
     tensors = files.llama.tensors()
     part = {name: value for i, (name, value) in enumerate(tensors.items()) if i % 2 == 0}
@@ -224,7 +187,7 @@ def tensor_in_a_shard_that_the_index_does_not_name(files: Files) -> Path:
 
 
 @fault("model-00001-of-00002.safetensors", "'model.embed_tokens.weight'", "index.json names it here")
-def tensor_that_the_index_names_is_not_in_its_shard(files: Files) -> Path:
+def tensor_that_the_index_names_is_not_in_its_shard(files: Any) -> Path:
     folder, first, _ = sharded(files)
     part = {name: value for i, (name, value) in enumerate(files.llama.tensors().items()) if i % 2 == 0}
     del part["model.embed_tokens.weight"]
@@ -233,7 +196,7 @@ def tensor_that_the_index_names_is_not_in_its_shard(files: Files) -> Path:
 
 
 @fault("model-00002-of-00002.safetensors", f"'{NORM}'", "is also in", "model-00001-of-00002.safetensors")
-def same_tensor_in_two_shards(files: Files) -> Path:
+def same_tensor_in_two_shards(files: Any) -> Path:
     folder, first, second = sharded(files)
     tensors = files.llama.tensors()
     items = list(tensors.items())
@@ -243,7 +206,7 @@ def same_tensor_in_two_shards(files: Files) -> Path:
 
 
 @fault("model.safetensors.index.json", "'../../etc/passwd.safetensors'")
-def index_that_leads_out_of_its_folder(files: Files) -> Path:
+def index_that_leads_out_of_its_folder(files: Any) -> Path:
     folder, _, _ = sharded(files)
     index = {"weight_map": {NORM: "../../etc/passwd.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -251,33 +214,33 @@ def index_that_leads_out_of_its_folder(files: Files) -> Path:
 
 
 @fault("model.safetensors", f"'{Q_PROJ}'", "has shape [64, 32]", "needs [64, 64]", "config.json")
-def wrong_shape_for_the_model(files: Files) -> Path:
+def wrong_shape_for_the_model(files: Any) -> Path:
     return files.model(lambda tensors: tensors.update({Q_PROJ: ("F32", [64, 32], bytes(64 * 32 * 4))}))
 
 
 @fault(f"'{Q_PROJ}'", "is missing", "config.json")
-def missing_tensor(files: Files) -> Path:
+def missing_tensor(files: Any) -> Path:
     return files.model(lambda tensors: tensors.pop(Q_PROJ))
 
 
 @fault("model.safetensors", "'model.layers.0.self_attn.q_proj.bias'", "is unexpected")
-def unexpected_tensor(files: Files) -> Path:
+def unexpected_tensor(files: Any) -> Path:
     name = "model.layers.0.self_attn.q_proj.bias"
     return files.model(lambda tensors: tensors.update({name: ("F32", [64], bytes(256))}))
 
 
 @fault(f"'{LM_HEAD}'", "is missing, though tie_word_embeddings is false")
-def output_missing_though_it_is_not_tied(files: Files) -> Path:
+def output_missing_though_it_is_not_tied(files: Any) -> Path:
     return files.model(lambda tensors: tensors.pop(LM_HEAD))
 
 
 @fault("model.safetensors", f"'{LM_HEAD}'", "differs from model.embed_tokens.weight")
-def tied_output_that_differs(files: Files) -> Path:
+def tied_output_that_differs(files: Any) -> Path:
     return files.model(tie_word_embeddings=True)
 
 
 @fault("pytorch_model.bin", "pickle", "convert it to safetensors")
-def folder_of_pickles(files: Files) -> Path:
+def folder_of_pickles(files: Any) -> Path:
     files.model()
     files.weights.unlink()
     (files.folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
@@ -285,21 +248,21 @@ def folder_of_pickles(files: Files) -> Path:
 
 
 @fault("weights.pt", "pickle")
-def pickle_by_name(files: Files) -> Path:
+def pickle_by_name(files: Any) -> Path:
     path = files.folder / "weights.pt"
     path.write_bytes(pickle.dumps({"a": 1}))
     return path
 
 
 @fault("model.safetensors", "pickle", "by its content")
-def pickle_under_the_name_of_safetensors(files: Files) -> Path:
+def pickle_under_the_name_of_safetensors(files: Any) -> Path:
     folder = files.model()
     files.weights.write_bytes(pickle.dumps(list(range(100))))
     return folder
 
 
 @fault("model.safetensors", "broken symbolic link to /nowhere/blob", error=CheckpointNotFoundError)
-def broken_symlink_in_the_folder(files: Files) -> Path:
+def broken_symlink_in_the_folder(files: Any) -> Path:
     folder = files.model()
     files.weights.unlink()
     files.weights.symlink_to("/nowhere/blob")
@@ -307,7 +270,7 @@ def broken_symlink_in_the_folder(files: Files) -> Path:
 
 
 @fault("model.safetensors is not a regular file", error=CheckpointNotFoundError)
-def folder_in_place_of_a_file(files: Files) -> Path:
+def folder_in_place_of_a_file(files: Any) -> Path:
     folder = files.model()
     files.weights.unlink()
     files.weights.mkdir()
@@ -315,7 +278,7 @@ def folder_in_place_of_a_file(files: Files) -> Path:
 
 
 @fault("model.safetensors is not a regular file", error=CheckpointNotFoundError)
-def pipe_in_place_of_a_file(files: Files) -> Path:
+def pipe_in_place_of_a_file(files: Any) -> Path:
     folder = files.model()
     files.weights.unlink()
     os.mkfifo(files.weights)
@@ -323,57 +286,57 @@ def pipe_in_place_of_a_file(files: Files) -> Path:
 
 
 @fault("holds no .safetensors and no .gguf file", error=CheckpointNotFoundError)
-def empty_folder(files: Files) -> Path:
+def empty_folder(files: Any) -> Path:
     return files.folder
 
 
 @fault("config.json does not exist", "model 'raw'", error=CheckpointNotFoundError)
-def folder_without_a_config(files: Files) -> Path:
+def folder_without_a_config(files: Any) -> Path:
     folder = files.model()
     (folder / "config.json").unlink()
     return folder
 
 
 @fault("config.json", "JSON")
-def config_that_is_not_json(files: Files) -> Path:
+def config_that_is_not_json(files: Any) -> Path:
     folder = files.model()
     (folder / "config.json").write_text("{hidden_size: 64}")
     return folder
 
 
 @fault("config.json", "hidden_size=None must be a positive integer")
-def config_without_a_size(files: Files) -> Path:
+def config_without_a_size(files: Any) -> Path:
     return files.model(hidden_size=None)
 
 
 @fault("config.json", "GPT2LMHeadModel", "not supported")
-def config_of_another_architecture(files: Files) -> Path:
+def config_of_another_architecture(files: Any) -> Path:
     return files.model(architectures=["GPT2LMHeadModel"])
 
 
 @fault("'model.layers.2.", "is missing", "config.json (num_hidden_layers=3)")
-def config_with_more_layers_than_there_are(files: Files) -> Path:
+def config_with_more_layers_than_there_are(files: Any) -> Path:
     return files.model(num_hidden_layers=3)
 
 
 @fault("model.safetensors", "'model.layers.1.", "is unexpected", "config.json")
-def config_with_fewer_layers_than_there_are(files: Files) -> Path:
+def config_with_fewer_layers_than_there_are(files: Any) -> Path:
     return files.model(num_hidden_layers=1)
 
 
 @fault("model.safetensors", "'model.embed_tokens.weight'", "has shape [128, 64]", "vocab_size=100")
-def config_that_contradicts_the_tensors(files: Files) -> Path:
+def config_that_contradicts_the_tensors(files: Any) -> Path:
     return files.model(vocab_size=100)
 
 
 @fault("model.safetensors", f"'{NORM}'", "stored as int64")
-def vector_of_a_dtype_that_no_norm_has(files: Files) -> Path:
+def vector_of_a_dtype_that_no_norm_has(files: Any) -> Path:
     return files.model(lambda tensors: tensors.update({NORM: ("I64", [64], bytes(512))}))
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_faulty_checkpoint_is_refused_by_name_and_leaves_nothing(
-    daemon: Any, files: Files, name: str, raw_checkpoint: Path, check_refusal: Callable[..., None]
+    daemon: Any, files: Any, name: str, raw_checkpoint: Path, check_refusal: Callable[..., None]
 ) -> None:
     path = FAULTS[name].make(files)
     model = "raw" if path.name == "raw.safetensors" or path.suffix == ".pt" else "auto"
@@ -386,77 +349,3 @@ def test_a_path_that_is_a_broken_link_names_its_target(daemon: Any, tmp_path: Pa
     with pytest.raises(CheckpointNotFoundError, match=f"checkpoint {link}: is a broken link to /nowhere/model"):
         daemon.load(link)
     assert daemon.device().reserved_bytes == 0
-
-
-@pytest.mark.parametrize("kind", ["folder", "weights", "config"])
-def test_a_file_without_permission_is_refused_by_name(
-    make_daemon: Callable[..., Any], gate: Any, files: Files, kind: str, raw_checkpoint: Path,
-    check_refusal: Callable[..., None],
-) -> None:  # fmt: skip
-    """Root reads everything: its loader is started without the capabilities that let it."""
-    command = gate.command()
-    if os.geteuid() == 0:
-        settings = json.loads(command[-1])
-        drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
-        command[-1] = json.dumps({"loader_command": drop + settings["loader_command"]})
-    daemon = make_daemon(command=command)
-    folder = files.model()
-    denied = {"folder": folder, "weights": files.weights, "config": folder / "config.json"}[kind]
-    denied.chmod(0)
-    try:
-        words = (str(denied), "permission denied")
-        check_refusal(daemon, folder, CheckpointNotFoundError, words, raw_checkpoint, model="auto")
-    finally:
-        denied.chmod(0o700)
-    assert daemon.load(folder).id
-
-
-def test_empty_and_0_dimensional_tensors_are_legal(
-    daemon: Any, tmp_path: Path, write_safetensors: Callable[..., Path]
-) -> None:
-    path = write_safetensors(
-        tmp_path / "odd.safetensors",
-        {
-            "first": ("F32", [0], b""),
-            "scalar": ("F32", [], bytes.fromhex("0000c03f")),
-            "empty": ("F16", [3, 0, 2], b""),
-            "after": ("U8", [3], b"abc"),
-            "last": ("I64", [0], b""),
-        },
-    )
-    daemon.load(path, model="raw")
-    for kind in ("numpy", "torch"):
-        with attach(path, recipe=Recipe(model="raw"), runtime_dir=str(daemon.runtime_dir), tensors=kind) as found:
-            shapes = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
-            assert shapes == {"first": (0,), "scalar": (), "empty": (3, 0, 2), "after": (3,), "last": (0,)}
-            assert float(found.tensors["scalar"]) == 1.5
-            assert bytes(found.tensors["after"].tolist()) == b"abc"
-
-
-def test_a_checkpoint_of_nothing_but_empty_tensors_is_legal(
-    daemon: Any, tmp_path: Path, write_safetensors: Callable[..., Path]
-) -> None:
-    path = write_safetensors(tmp_path / "nothing.safetensors", {"a": ("F32", [0, 4], b"")})
-    daemon.load(path, model="raw")
-    with attach(path, recipe=Recipe(model="raw"), runtime_dir=str(daemon.runtime_dir), tensors="numpy") as found:
-        assert found.tensors["a"].shape == (0, 4)
-
-
-@pytest.mark.parametrize("is_stored", [False, True], ids=["not stored", "stored"])
-@pytest.mark.parametrize("quantization", ["keep", "int8_per_channel"])
-def test_tied_weights_share_memory_whether_stored_or_not(
-    daemon: Any, files: Files, quantization: str, is_stored: bool
-) -> None:
-    def tie(tensors: dict[str, Any]) -> None:
-        del tensors[LM_HEAD]
-        if is_stored:
-            tensors[LM_HEAD] = tensors["model.embed_tokens.weight"]
-
-    folder = files.model(tie, tie_word_embeddings=True)
-    daemon.load(folder, quantization=quantization)
-    recipe = Recipe(quantization=quantization)
-    with attach(folder, recipe=recipe, runtime_dir=str(daemon.runtime_dir), tensors="numpy") as found:
-        for suffix in ("", "_scale") if quantization == "int8_per_channel" else ("",):
-            output, embedding = (found.tensors[name + suffix] for name in (LM_HEAD, "model.embed_tokens.weight"))
-            assert output.ctypes.data == embedding.ctypes.data
-            assert output.shape == embedding.shape
