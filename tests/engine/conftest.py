@@ -43,3 +43,8 @@ make_core = _core_side.make_core_fixture
 make_request = _core_side.make_request_fixture
 run_core = _core_side.run_core_fixture
 demo_weights = _core_side.demo_weights
+
+_template_side = _load_fake("template_side")
+new_template = _template_side.new_template
+template = _template_side.template
+start_template = _template_side.start_template
