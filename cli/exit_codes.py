@@ -10,6 +10,7 @@
 14  retiring                          23  load cancelled or evicted
 15  checkpoint missing or unreadable  24  ticket refused
                                       25  engine core could not start or go on
+                                      26  too many leases, loads or connections
                                       70  daemon hit a bug
 """
 
@@ -37,6 +38,7 @@ _BY_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (errors.EvictedError, 23),
     (errors.BadTicketError, 24),
     (errors.CoreError, 25),
+    (errors.TooManyError, 26),
     (errors.PreloadError, 70),
     (CacheError, 2),  # raised in this process only by `preload daemon`, for what it was told
 )

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1024
 _DEADLINE_S = 5.0
 _MAX_PEERS = 256
-_MAX_PER_PROCESS = 16
+_MAX_PER_PROCESS = 64
 _BACKLOG = 128
 
 
@@ -86,7 +86,8 @@ class Handover:
     def _admit(self, peer: Peer) -> None:
         if not self._doors.admits(peer):
             raise NotAllowedError(
-                f"user {peer.uid} (process {peer.pid}) may not map weights; allow it with --allow-uids or --allow-gids",
+                f"user {peer.uid} (process {peer.pid}) may not map weights; "
+                "allow it with --allow-uids or --allow-gids",
                 {"uid": str(peer.uid)},
             )
         if self._per_process[peer.pid] >= _MAX_PER_PROCESS:

@@ -15,7 +15,6 @@ from enum import Enum
 from .errors import BadTicketError, TooManyError
 from .generations import Generation, Phase
 
-
 MAX_LEASES = 4096
 """Each is a stream, and an entry of the catalog that is written whenever one comes or goes. One process cannot have
 them all: see guard.py."""

@@ -22,9 +22,15 @@ ReadConfig = Callable[[], DaemonConfig]
 
 _CHANGEABLE = frozenset(
     (
-        "host_limit", "allow_uids", "allow_gids", "ticket_ttl_s", "drain_timeout_s", "reclaim_timeout_s",
-        "loader_threads", "models",
-    )  # fmt: skip
+        "host_limit",
+        "allow_uids",
+        "allow_gids",
+        "ticket_ttl_s",
+        "drain_timeout_s",
+        "reclaim_timeout_s",
+        "loader_threads",
+        "models",
+    )
 )
 
 

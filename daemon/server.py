@@ -84,6 +84,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     metrics = Metrics(cache)
     probes = Probes(config.http_host, config.http_port)
     doors = Doors(runtime_dir, [runtime_dir / name for name in (DAEMON_SOCKET, HANDOVER_SOCKET)])
+    doors.allow(config.allow_uids, config.allow_gids)  # what cannot be allowed is found before anything serves
     handover = Handover(str(runtime_dir / HANDOVER_SOCKET), cache.leases, doors)
     health = HealthServicer()
     server = grpc.aio.server(
@@ -95,7 +96,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     server.add_insecure_port(f"unix:{runtime_dir / DAEMON_SOCKET}")
 
     await server.start()
-    doors.allow(config.allow_uids, config.allow_gids)  # until now they were the owner's alone
+    doors.allow(config.allow_uids, config.allow_gids)  # until now the sockets were the owner's alone
     background = {asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))}
     background.add(asyncio.create_task(_end_unclaimed_leases(cache)))
     guard = Guard(str(runtime_dir / DAEMON_SOCKET), doors)

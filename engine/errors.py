@@ -18,6 +18,7 @@ PreloadError
 │   ├── BadTicketError
 │   ├── DrainingError
 │   ├── EvictedError
+│   ├── TooManyError
 │   └── InternalDaemonError
 ├── ManifestError            resident tensors are not what this engine expects
 └── CoreError                the engine core cannot go on
@@ -144,6 +145,12 @@ class EvictedError(DaemonError):
     reason = pb.EVICTED
 
 
+class TooManyError(DaemonError):
+    """Raised when the daemon has as many leases, loads or connections as it takes; give one back or try later."""
+
+    reason = pb.TOO_MANY
+
+
 class InternalDaemonError(DaemonError):
     """Raised when the daemon hit a bug; the caller should report it."""
 
@@ -165,7 +172,7 @@ _BY_REASON: dict[int, type[PreloadError]] = {
     for cls in (
         RequestError, CheckpointError, CheckpointNotFoundError, CheckpointChangedError, NotResidentError,
         StillLoadingError, LoadFailedError, RetiringError, NoMemoryError, LoaderDiedError, CorruptedError,
-        NotAllowedError, BadTicketError, DrainingError, EvictedError, InternalDaemonError,
+        NotAllowedError, BadTicketError, DrainingError, EvictedError, TooManyError, InternalDaemonError,
     )
 }  # fmt: skip
 

@@ -121,6 +121,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """evicted or cancelled while loading"""
     INTERNAL: _ErrorReason.ValueType  # 16
     """a bug"""
+    TOO_MANY: _ErrorReason.ValueType  # 17
+    """leases, loads or connections"""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper): ...
 
@@ -157,6 +159,8 @@ EVICTED: ErrorReason.ValueType  # 15
 """evicted or cancelled while loading"""
 INTERNAL: ErrorReason.ValueType  # 16
 """a bug"""
+TOO_MANY: ErrorReason.ValueType  # 17
+"""leases, loads or connections"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

@@ -81,7 +81,7 @@ class WeightCacheServicer:
         killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
         The last event is `loaded`.
         Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-        RESOURCE_EXHAUSTED (NO_MEMORY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
         ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,7 +95,7 @@ class WeightCacheServicer:
         requests report the holder's phases. Not idempotent: every stream is a lease of its own.
         Errors: NOT_FOUND (NOT_RESIDENT, CHECKPOINT_NOT_FOUND), FAILED_PRECONDITION (STILL_LOADING,
         LOAD_FAILED, CHECKPOINT_CHANGED, RETIRING), INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT),
-        PERMISSION_DENIED (NOT_ALLOWED), UNAVAILABLE (DRAINING).
+        RESOURCE_EXHAUSTED (TOO_MANY), UNAVAILABLE (DRAINING). A user who is not allowed cannot connect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

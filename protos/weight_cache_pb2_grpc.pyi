@@ -44,7 +44,7 @@ class WeightCacheStub:
     killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
     The last event is `loaded`.
     Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-    RESOURCE_EXHAUSTED (NO_MEMORY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _grpc.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]
@@ -54,7 +54,7 @@ class WeightCacheStub:
     requests report the holder's phases. Not idempotent: every stream is a lease of its own.
     Errors: NOT_FOUND (NOT_RESIDENT, CHECKPOINT_NOT_FOUND), FAILED_PRECONDITION (STILL_LOADING,
     LOAD_FAILED, CHECKPOINT_CHANGED, RETIRING), INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT),
-    PERMISSION_DENIED (NOT_ALLOWED), UNAVAILABLE (DRAINING).
+    RESOURCE_EXHAUSTED (TOO_MANY), UNAVAILABLE (DRAINING). A user who is not allowed cannot connect.
     """
     List: _grpc.UnaryUnaryMultiCallable[_weight_cache_pb2.ListRequest, _weight_cache_pb2.ListResponse]
     """Lists generations in every state, device capacities and the daemon itself. Read only. No errors."""
@@ -87,7 +87,7 @@ class WeightCacheAsyncStub(WeightCacheStub):
     killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
     The last event is `loaded`.
     Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-    RESOURCE_EXHAUSTED (NO_MEMORY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _aio.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class WeightCacheAsyncStub(WeightCacheStub):
     requests report the holder's phases. Not idempotent: every stream is a lease of its own.
     Errors: NOT_FOUND (NOT_RESIDENT, CHECKPOINT_NOT_FOUND), FAILED_PRECONDITION (STILL_LOADING,
     LOAD_FAILED, CHECKPOINT_CHANGED, RETIRING), INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT),
-    PERMISSION_DENIED (NOT_ALLOWED), UNAVAILABLE (DRAINING).
+    RESOURCE_EXHAUSTED (TOO_MANY), UNAVAILABLE (DRAINING). A user who is not allowed cannot connect.
     """
     List: _aio.UnaryUnaryMultiCallable[_weight_cache_pb2.ListRequest, _weight_cache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists generations in every state, device capacities and the daemon itself. Read only. No errors."""
@@ -133,7 +133,7 @@ class WeightCacheServicer(metaclass=_abc_1.ABCMeta):
         killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
         The last event is `loaded`.
         Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-        RESOURCE_EXHAUSTED (NO_MEMORY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
         ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
         """
 
@@ -149,7 +149,7 @@ class WeightCacheServicer(metaclass=_abc_1.ABCMeta):
         requests report the holder's phases. Not idempotent: every stream is a lease of its own.
         Errors: NOT_FOUND (NOT_RESIDENT, CHECKPOINT_NOT_FOUND), FAILED_PRECONDITION (STILL_LOADING,
         LOAD_FAILED, CHECKPOINT_CHANGED, RETIRING), INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT),
-        PERMISSION_DENIED (NOT_ALLOWED), UNAVAILABLE (DRAINING).
+        RESOURCE_EXHAUSTED (TOO_MANY), UNAVAILABLE (DRAINING). A user who is not allowed cannot connect.
         """
 
     @_abc_1.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from preload.engine.errors import DaemonError, DaemonUnreachableError, from_proto
+from preload.engine.errors import DaemonError, DaemonUnreachableError, NotAllowedError, from_proto
 from preload.protos import weight_cache_pb2 as pb
 
 ERROR_TRAILER = "preload-error-bin"
@@ -26,10 +27,25 @@ _OPTIONS = (
 
 
 def open_channel(runtime_dir: str) -> grpc.Channel:
-    """A channel to the daemon of a runtime folder; connects on first use. Raises DaemonUnreachableError early."""
+    """A channel to the daemon of a runtime folder; connects on first use. Raises early: DaemonUnreachableError if
+    there is no socket, NotAllowedError if this user may not connect to it."""
     path = Path(runtime_dir).absolute() / "daemon.sock"
-    if not path.exists():
-        raise DaemonUnreachableError(f"no daemon serves in {runtime_dir}: start one with `preload daemon`")
+    try:
+        owner = path.stat().st_uid
+        allowed = os.access(path, os.W_OK, effective_ids=True)
+    except PermissionError:
+        allowed, owner = False, None
+    except OSError as error:
+        raise DaemonUnreachableError(
+            f"no daemon serves in {runtime_dir}: start one with `preload daemon` ({error.strerror})"
+        ) from error
+    if not allowed:
+        whose = "" if owner is None else f", which is user {owner}'s"
+        raise NotAllowedError(
+            f"user {os.geteuid()} may not use the daemon in {runtime_dir}{whose}: its operator can let users and "
+            "groups in with --allow-uids and --allow-gids",
+            {"uid": str(os.geteuid())},
+        )
     return grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
 
 

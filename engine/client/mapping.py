@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, from_proto
+from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, NotAllowedError, from_proto
 from preload.protos import weight_cache_pb2 as pb
 
 _MAX_RESPONSE_BYTES = 64 * 1024
@@ -23,6 +23,8 @@ def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> 
             sock.connect(handover_socket)
             sock.send(pb.HandoverRequest(ticket=ticket).SerializeToString())
             data, fds, _, _ = socket.recv_fds(sock, _MAX_RESPONSE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    except PermissionError as error:
+        raise NotAllowedError(f"user {os.geteuid()} may not use the hand-over socket {handover_socket}") from error
     except OSError as error:
         raise DaemonUnreachableError(f"hand-over socket {handover_socket}: {error}") from error
     answer = pb.HandoverResponse.FromString(data)

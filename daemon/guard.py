@@ -1,0 +1,95 @@
+"""Limits on connections to the gRPC socket, which gRPC itself cannot set: it does not know who its peers are.
+
+The kernel does. Once a second the guard goes through this process's own descriptors, asks each accepted connection
+for its peer (SO_PEERCRED), and hangs up on those that are too many for one process or one user, the newest first, and
+on users that are not allowed any more. So a client that leaks connections runs into its own limit, and others find a
+descriptor left. Nothing here is on the way of a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from .doors import Doors, Peer, peer_of
+
+log = logging.getLogger(__name__)
+
+MAX_PER_PROCESS = 32
+
+
+def raise_descriptor_limit() -> int:
+    """As many descriptors as the system lets us have: each lease is one, and each segment. Returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+class Guard:
+    """Watches the connections that were accepted at `path`.
+
+    One user has at most half of the descriptors of this process, so that others find some."""
+
+    def __init__(self, path: str, doors: Doors, max_per_process: int = MAX_PER_PROCESS) -> None:
+        self._path = path
+        self._doors = doors
+        self._max_per_process = max_per_process
+
+    def look(self) -> None:
+        """Once through all connections; call it every second or so."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        by_pid: Counter[int] = Counter()
+        by_uid: Counter[int] = Counter()
+        # Inode numbers of sockets grow: the oldest connections, which hold leases, come first and stay.
+        for _, fd, peer in sorted(self._connections(), key=lambda entry: entry[0]):
+            by_pid[peer.pid] += 1
+            by_uid[peer.uid] += 1
+            if not self._doors.admits(peer):
+                self._hang_up(fd, peer, "is not allowed here")
+            elif by_pid[peer.pid] > self._max_per_process:
+                self._hang_up(fd, peer, f"has more than {self._max_per_process} connections")
+            elif by_uid[peer.uid] > soft // 2:
+                self._hang_up(fd, peer, f"has more than {soft // 2} connections, with its other processes")
+
+    def _connections(self) -> Iterator[tuple[int, int, Peer]]:
+        """(inode, descriptor, peer) of every connection accepted at our path."""
+        for fd in _descriptors():
+            with suppress(OSError), _borrowed(fd) as sock:
+                if self._is_ours(sock):
+                    yield os.fstat(fd).st_ino, fd, peer_of(sock)
+
+    def _is_ours(self, sock: socket.socket) -> bool:
+        return (
+            (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
+            and sock.getsockname() == self._path
+            and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+
+    def _hang_up(self, fd: int, peer: Peer, why: str) -> None:
+        """gRPC sees the end of the connection, and closes the descriptor that is its own."""
+        with suppress(OSError), _borrowed(fd) as sock:
+            if self._is_ours(sock) and peer_of(sock) == peer:
+                sock.shutdown(socket.SHUT_RDWR)
+                log.warning("hung up on process %d of user %d, which %s", peer.pid, peer.uid, why)
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # no descriptor left to read them with
+        return list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """A socket object around a descriptor that somebody else closes. Raises OSError if it is no socket."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
