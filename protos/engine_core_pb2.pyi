@@ -419,6 +419,7 @@ class StatsResponse(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     pid: _builtins.int
     num_running: _builtins.int
@@ -437,6 +438,8 @@ class StatsResponse(_message.Message):
     weights_bytes: _builtins.int
     standby: _builtins.bool
     """waits to be promoted, without KV memory"""
+    kernels: _builtins.str
+    """which versions compute, in one line for a human"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_weight_cache_pb2.Phase]: ...
     def __init__(
@@ -459,10 +462,11 @@ class StatsResponse(_message.Message):
         phases: _abc.Iterable[_weight_cache_pb2.Phase] | None = ...,
         weights_bytes: _builtins.int = ...,
         standby: _builtins.bool = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kernels", b"kernels", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

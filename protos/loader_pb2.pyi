@@ -54,11 +54,14 @@ class Job(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SPAWNED_AT_NS_FIELD_NUMBER: _builtins.int
     NUM_THREADS_FIELD_NUMBER: _builtins.int
+    KERNEL_CACHE_DIR_FIELD_NUMBER: _builtins.int
     mode: Global___Mode.ValueType
     checkpoint_path: _builtins.str
     spawned_at_ns: _builtins.int
     """CLOCK_MONOTONIC, for the loader's own phases"""
     num_threads: _builtins.int
+    kernel_cache_dir: _builtins.str
+    """Load only: where to keep compiled kernels, so that engines find them there. Empty: compile none."""
     @_builtins.property
     def recipe(self) -> _weight_cache_pb2.Recipe: ...
     @_builtins.property
@@ -72,10 +75,11 @@ class Job(_message.Message):
         rank: _weight_cache_pb2.Rank | None = ...,
         spawned_at_ns: _builtins.int = ...,
         num_threads: _builtins.int = ...,
+        kernel_cache_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "mode", b"mode", "num_threads", b"num_threads", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

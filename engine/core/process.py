@@ -39,7 +39,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(first_line_ns: int, argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
-    """Runs a core until it is drained; returns the exit code."""
+    """Runs a core until it is drained; returns the exit code.
+
+    A core forked from the template is tied to its frontend already; its parent is of no importance to it."""
     parent_pid = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m preload.engine.core")
     parser.add_argument("--config-json", required=True, help="CoreConfig as a JSON object")
@@ -100,7 +102,11 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             lambda: attachment.lease.report_phases(timeline.phases),
             (lambda: allocate_kv(config, core)) if config.standby else None,
         )
-        identity = Identity(generation_id=attachment.generation_id, weights_bytes=attachment.resident_bytes)
+        identity = Identity(
+            generation_id=attachment.generation_id,
+            weights_bytes=attachment.resident_bytes,
+            kernels=core.runner.decoder.kernels,
+        )
         service = CoreService(loop, timeline, identity)
         server = CoreServer(service, config.socket_path)
         server.serve()
@@ -123,6 +129,7 @@ def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -
     from preload.engine.models.spec import ModelSpec
 
     from .core import EngineCore
+    from .kernels import choose_ops
     from .memory import resolve_max_model_len
 
     with timeline.phase("build"):
@@ -134,7 +141,8 @@ def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -
             )
         spec = ModelSpec.from_dict(resolved["spec"])
         dtype = getattr(torch, resolved["compute_dtype"])
-        decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype)
+        ops = choose_ops(config.runtime_dir, dtype, torch.get_num_threads())
+        decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
     with timeline.phase("kv_cache"):
         max_model_len = resolve_max_model_len(config.max_model_len, spec)
         core = EngineCore(

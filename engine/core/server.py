@@ -47,6 +47,7 @@ class Identity:
 
     generation_id: str
     weights_bytes: int
+    kernels: str = ""
 
 
 class CoreService(pb_grpc.EngineCoreServicer):
@@ -149,6 +150,7 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         max_num_seqs=core.max_num_seqs,
         phases=timeline.to_proto(),
         weights_bytes=identity.weights_bytes,
+        kernels=identity.kernels,
     )
 
 

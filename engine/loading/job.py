@@ -7,8 +7,11 @@ An error of ours is told to the daemon, once; anything else is a bug and ends th
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 from preload.engine.errors import PreloadError, RequestError
+from preload.engine.kernels.native.build import Compilation, KernelsUnavailableError, start_build
 from preload.engine.recipe import Recipe
 from preload.engine.timeline import Phase, Timeline
 from preload.protos import loader_pb2, weight_cache_pb2
@@ -36,7 +39,12 @@ def run_job(control_fd: int, started_ns: int) -> int:
         job, fds = control.receive_job()
         timeline.phases.insert(0, Phase("exec", job.spawned_at_ns or started_ns, started_ns))
         try:
-            _run(job, fds, control, timeline)
+            kernels = _start_kernels(job)
+            try:
+                _run(job, fds, control, timeline, kernels)
+            finally:
+                if kernels is not None:
+                    kernels.cancel()
         except PreloadError as error:
             control.fail(error.to_proto())
             return EXIT_FAILED
@@ -45,7 +53,9 @@ def run_job(control_fd: int, started_ns: int) -> int:
     return EXIT_DONE
 
 
-def _run(job: loader_pb2.Job, fds: list[int], control: Control, timeline: Timeline) -> None:
+def _run(
+    job: loader_pb2.Job, fds: list[int], control: Control, timeline: Timeline, kernels: Compilation | None
+) -> None:
     num_threads = job.num_threads or os.cpu_count() or 1
     if job.mode == loader_pb2.MODE_VERIFY:
         _verify(fds, num_threads, control)
@@ -81,8 +91,35 @@ def _run(job: loader_pb2.Job, fds: list[int], control: Control, timeline: Timeli
         digest = checkpoint_digest(checkpoint.tensors, filled.source_digests)
         manifest = make_manifest(resolved, plan, job.rank, digest, filled.resident_digests)
         memfds = [_memfd("manifest", manifest), _memfd("receipts", receipts)]
+    if kernels is not None:
+        with timeline.phase("kernels"):
+            _finish_kernels(kernels)
     committed = loader_pb2.Committed(phases=timeline.to_proto())
     control.send(loader_pb2.Update(committed=committed), memfds)
+
+
+def _start_kernels(job: loader_pb2.Job) -> Compilation | None:
+    """A compiler working beside the load, if the engines' kernels are not in the cache yet."""
+    if job.mode != loader_pb2.MODE_LOAD or not job.kernel_cache_dir:
+        return None
+    try:
+        found = start_build(Path(job.kernel_cache_dir))
+    except KernelsUnavailableError as error:
+        _warn_of_kernels(error)
+        return None
+    return found if isinstance(found, Compilation) else None
+
+
+def _finish_kernels(kernels: Compilation) -> None:
+    try:
+        kernels.wait()
+    except KernelsUnavailableError as error:
+        _warn_of_kernels(error)
+
+
+def _warn_of_kernels(error: KernelsUnavailableError) -> None:
+    """Weights are good without kernels: the load goes on, and engines compute with torch, or try again."""
+    print(f"native kernels are not built: {error}", file=sys.stderr, flush=True)
 
 
 def _read(

@@ -43,6 +43,7 @@ class Decoder:
         if table.has("lm_head.weight") or not spec.tie_word_embeddings:
             lm_head = table.take_weight("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.lm_head = ops.projection([Linear(lm_head)])
+        self.kernels = ops.describe()
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)

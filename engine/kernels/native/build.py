@@ -1,6 +1,8 @@
 """Compiles the native kernels with the system's compiler and caches the result.
 
-Owns the cache folder's contents: `kernels-<sources, flags, CPU>-<compiler>.so`. A name is a function of all that
+Owns the cache folders' contents: `kernels-<sources, flags, CPU>-<compiler>.so`. There are two: the one that the
+caller names (the daemon's, which engines see wherever they run, and which is empty after a boot), and the user's
+(~/.cache/preload/kernels), from which the first is filled, so that a machine compiles once. A name is a function of all that
 determines the bytes, so a file that exists is current and starts no process; files appear by rename, so two
 processes may build at once and a reader never sees half a file. Without a compiler, a file that any compiler made
 of the same sources for this CPU serves. Knows neither torch nor ctypes: the loader uses it too.
@@ -8,6 +10,7 @@ of the same sources for this CPU serves. Knows neither torch nor ctypes: the loa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -35,7 +38,7 @@ class KernelsUnavailableError(Exception):
 
 
 class Compilation:
-    """A running compiler. `wait` once; a Compilation that is dropped leaves only a temporary file."""
+    """A running compiler. Ends with `wait`, or with `cancel`, which does nothing after it."""
 
     def __init__(self, process: subprocess.Popen[bytes], temporary: str, target: Path) -> None:
         self._process = process
@@ -52,10 +55,19 @@ class Compilation:
                     f"{output.strip()[-MAX_COMPILER_OUTPUT_CHARACTERS:]}"
                 )
             os.rename(self._temporary, self._target)
+            _offer_to_user_cache(self._target)
         except BaseException:
             Path(self._temporary).unlink(missing_ok=True)
             raise
         return self._target
+
+
+    def cancel(self) -> None:
+        """Stops the compiler and removes what it left."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+        Path(self._temporary).unlink(missing_ok=True)
 
 
 def find_or_build(cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path:
@@ -76,7 +88,7 @@ def start_build(cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path | Comp
             return of_others[0]
         raise KernelsUnavailableError(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH and none cached")
     target = cache_dir / f"{stem}-{_digest(_identity(compiler))}.so"
-    if target.exists():
+    if target.exists() or _take_from_user_cache(target):
         return target
     descriptor, temporary = tempfile.mkstemp(prefix="building-", suffix=".so", dir=cache_dir)
     os.close(descriptor)
@@ -89,6 +101,34 @@ def start_build(cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path | Comp
         Path(temporary).unlink(missing_ok=True)
         raise KernelsUnavailableError(f"cannot start {compiler}: {error}") from error
     return Compilation(process, temporary, target)
+
+
+def user_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "preload" / "kernels"
+
+
+def _take_from_user_cache(target: Path) -> bool:
+    """Copies the file of that name from the user's cache, if it is there and nobody else can write to it."""
+    source = user_cache_dir() / target.name
+    if not source.exists():
+        return False
+    make_cache_dir(source.parent)
+    _copy(source, target)
+    return True
+
+
+def _offer_to_user_cache(made: Path) -> None:
+    """A user without a home folder compiles once per runtime folder instead: no reason to complain."""
+    with contextlib.suppress(OSError, KernelsUnavailableError):
+        make_cache_dir(user_cache_dir())
+        _copy(made, user_cache_dir() / made.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix="building-", suffix=".so", dir=target.parent)
+    os.close(descriptor)
+    shutil.copyfile(source, temporary)
+    os.rename(temporary, target)
 
 
 def make_cache_dir(cache_dir: Path) -> None:

@@ -34,6 +34,18 @@ class WeightStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class AttentionStepStruct(ctypes.Structure):
+    """`AttentionStep` of attention.h."""
+
+    _fields_ = [
+        ("cos", c_void_p), ("sin", c_void_p), ("query_start_loc", c_void_p), ("seq_lens", c_void_p),
+        ("block_table", c_void_p), ("slot_mapping", c_void_p),
+        ("table_stride", c_int64), ("num_requests", c_int64), ("num_tokens", c_int64),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
+    ]  # fmt: skip
+
+
+_ATTENTION_TYPES = (c_void_p,) * 6
 _LINEAR_TYPES = (
     c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int32, c_void_p, c_void_p
 )  # fmt: skip
@@ -53,9 +65,11 @@ class NativeLibrary:
             raise KernelsUnavailableError(f"cannot load {path}: {error}") from error
         holding.preload_open.restype = c_void_p
         self.has_wide_vectors = bool(holding.preload_has_wide_vectors())
-        self.context = c_void_p(holding.preload_open(num_threads))
+        self.session = c_void_p(holding.preload_open(num_threads))
         for library in (holding, releasing):
             library.preload_linear.argtypes = _LINEAR_TYPES
             library.preload_linear.restype = None
-        self.linear = holding.preload_linear
-        self.linear_without_gil = releasing.preload_linear
+            library.preload_attention.argtypes = _ATTENTION_TYPES
+            library.preload_attention.restype = None
+        self.linear, self.linear_without_gil = holding.preload_linear, releasing.preload_linear
+        self.attention, self.attention_without_gil = holding.preload_attention, releasing.preload_attention

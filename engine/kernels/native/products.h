@@ -14,6 +14,10 @@
 constexpr int64_t kFewTokens = 4;
 constexpr int64_t kTokenBlock = 128;     // 128 tokens of 1536 columns are 768 KiB: they stay in the L2 cache
 constexpr int64_t kTileBytes = 256 << 10;
+#ifndef PF
+#define PF 4096
+#endif
+constexpr int64_t kPrefetchBytes = PF;
 constexpr int kTileRows = 4;             // rows of a microkernel call; results come four at a time
 
 struct Activations {
@@ -56,6 +60,9 @@ inline void few_tokens(const Weight& w, int64_t first, int64_t end, const float*
       for (int r = 0; r < 4; ++r) sums[t][r] = zero();
     for (int64_t block = 0; block < blocks; ++block) {
       const float* at = x + block * L::kColumns;
+      const uint8_t* ahead = rows[0].data + block * L::kBytes * kRows + kPrefetchBytes;
+#pragma GCC unroll 16
+      for (int line = 0; line < L::kBytes * kRows; line += 64) __builtin_prefetch(ahead + line, 0, 2);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r)
         L::decode(rows[r], block, [&](int v, V weights) {
