@@ -33,6 +33,10 @@ def test_wheel_holds_every_module_and_contract(tmp_path: Path) -> None:
         for source in (ROOT / top).rglob("*.py"):
             assert f"preload/{source.relative_to(ROOT)}" in names
     assert "preload/protos/weight_cache.proto" in names
+    kernels = Path("engine/kernels/native")
+    sources = [path for path in (ROOT / kernels).iterdir() if path.suffix in (".cpp", ".h")]
+    assert sources
+    assert {f"preload/{kernels / path.name}" for path in sources} <= names
 
 
 @pytest.mark.parametrize(
