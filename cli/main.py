@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "hash what is resident again and compare",
     "check": "tell whether an attach would succeed, and if not, why",
     "generate": "complete one prompt from resident weights",
+    "install-units": "write unit files for systemd",
     "bench": "measure attaching and restarting on this machine",
 }
 
@@ -37,7 +38,7 @@ def app(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"preload: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
-    module = import_module(f"preload.cli.{name}")
+    module = import_module(f"preload.cli.{name.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"preload {name}", description=COMMANDS[name], allow_abbrev=False)
     module.configure(parser)
     return _run(module.run, parser.parse_args(words[1:]))
@@ -65,7 +66,7 @@ def _run(run: object, arguments: argparse.Namespace) -> int:
 
 def _usage() -> str:
     lines = ["usage: preload COMMAND [OPTIONS]   (preload COMMAND --help says more)", ""]
-    return "\n".join(lines + [f"  {name:9} {text}" for name, text in COMMANDS.items()])
+    return "\n".join(lines + [f"  {name:13} {text}" for name, text in COMMANDS.items()])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from preload.engine.errors import PreloadError
 from preload.engine.template.fingerprint import place_of
 from preload.engine.timeline import Timeline, now_ns
 
+from . import activation
 from .config import FrontendConfig
 from .core_launch import TemplatedCommand
 from .core_process import CoreCommand, CoreProcess
@@ -94,11 +95,13 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
 
 
 async def _serve(config: FrontendConfig, make_command: MakeCoreCommand, timeline: Timeline) -> None:
-    with _listen(config) as listener:
+    manager = activation.Manager()
+    inherited = activation.take_listener()
+    with inherited or _listen(config) as listener:
         async with running_service(config, make_command, timeline) as service:
             from .web_server import serve_http
 
-            await serve_http(service, listener)
+            await serve_http(service, listener, manager, outlives_us=inherited is not None)
 
 
 @contextlib.asynccontextmanager

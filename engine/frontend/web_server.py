@@ -19,31 +19,36 @@ import uvicorn
 
 from preload.engine.timeline import now_ns
 
+from .activation import Manager
 from .app import build_app
 from .client_guard import make_protocol
 from .errors import OverloadedError, StartError
 from .service import Service
 
 _DRAIN_SLACK_S = 5
+_LAST_WORDS_S = 0.3
 _KEEP_ALIVE_S = 60
 
 
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: it would raise the signal again after the drain."""
 
+    is_ending = False
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve_http(service: Service, listener: socket.socket) -> None:
-    """Serves until a signal. Raises StartError when the supervision of cores ends before that, by a bug."""
+async def serve_http(service: Service, listener: socket.socket, manager: Manager, outlives_us: bool) -> None:
+    """Serves until a signal. `outlives_us`: the service manager holds the listening socket, and our successor
+    answers whom we do not accept any more. Raises StartError when the supervision of cores ends before, by a bug."""
     server = _Server(_uvicorn_config(service))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _drain, service, server)
+        loop.add_signal_handler(number, _end, service, server, manager, outlives_us)
     service.crashed.add_done_callback(lambda _: setattr(server, "should_exit", True))
-    notes = asyncio.create_task(_note_ready(service))
+    notes = asyncio.create_task(_note_ready(service, manager))
     host, port = listener.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {service.config.model_name} on http://{where}", file=sys.stderr, flush=True)
@@ -75,17 +80,31 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
     )
 
 
-async def _note_ready(service: Service) -> None:
+async def _note_ready(service: Service, manager: Manager) -> None:
     listening_ns = now_ns()
     service.timeline.add("listen", service.timeline.phases[-1].end_ns, listening_ns)
     await service.supervisor.model_stats()
     service.timeline.add("ready", listening_ns)
+    manager.tell("READY=1")
 
 
-def _drain(service: Service, server: uvicorn.Server) -> None:
-    if service.draining:
+def _end(service: Service, server: _Server, manager: Manager, outlives_us: bool) -> None:
+    """The first signal begins the end, the second does not wait for it."""
+    if server.is_ending:
         server.force_exit = True
         return
+    server.is_ending = True
+    manager.tell("STOPPING=1")
+    if not outlives_us:
+        _drain(service, server)
+        return
+    # Whoever connects from now on is our successor's. Who was accepted has a moment to say what it wants.
+    for listening in server.servers:
+        listening.close()
+    asyncio.get_running_loop().call_later(_LAST_WORDS_S, _drain, service, server)
+
+
+def _drain(service: Service, server: _Server) -> None:
     service.draining = True
     server.should_exit = True
     left_over = OverloadedError("the server shut down before the answer was complete", code="shutting_down")
