@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from . import receipts
 from .capacity import Ledger, parse_limit, physical_host_bytes
 from .config import DaemonConfig
+from .disk import Disk
 from .errors import (
     BadRequestError,
     CacheError,
@@ -63,7 +64,10 @@ class WeightCache:
         self.leases = LeaseBook(config.ticket_ttl_s)
         self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
         self.parking = Parking(notifier, self.catalog, self.leases, epoch)
-        self.residency = Residency(self.catalog, self.leases, self.ledger, self.parking, frozenset(config.models))
+        self._disk = Disk()
+        self.residency = Residency(
+            self.catalog, self.leases, self.ledger, self.parking, self._disk, frozenset(config.models)
+        )
         self.loads = Loads(self.catalog, self.residency, self.ledger, config)
 
     @property
@@ -95,7 +99,7 @@ class WeightCache:
         """Yields progress until the source is resident, and its generation last. Raises CacheError."""
         self._require_serving()
         require_device(device)
-        receipts.require_path(source.path)
+        await self._disk.require_path(source.path)
         if not self.loads.is_loading(source):
             resident = await self._if_resident(source)
             self._require_serving()
@@ -138,7 +142,7 @@ class WeightCache:
         """The READY generation that a selector proves to mean. Raises CacheError saying why there is none."""
         self._require_serving()
         if selector.source is not None:
-            receipts.require_path(selector.source.path)
+            await self._disk.require_path(selector.source.path)
             if self.loads.is_loading(selector.source):
                 raise self._absence(selector.source)
             generation = await self._resident(selector.source)
@@ -164,7 +168,7 @@ class WeightCache:
         bound = self.catalog.bound(source)
         if bound is not None and bound[0].state is State.READY:
             generation, known = bound
-            stale = receipts.stale(known)
+            stale = await self._disk.stale(source.path, known)
             if not stale:
                 return generation
             log.info("receipts of %s no longer hold (%s): hashing again", source.path, ", ".join(stale))
@@ -203,7 +207,7 @@ class WeightCache:
     def find(self, selector: Selector) -> Generation:
         """The generation a selector names, in any state, without a look at the disk. Raises CacheError."""
         if selector.generation_id:
-            return self.catalog.by_id(selector.generation_id)
+            return self.catalog.by_id(selector.generation_id, selector.rank)
         if selector.digest:
             assert selector.recipe is not None
             assert selector.rank is not None

@@ -58,6 +58,27 @@ def available_host_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
+def control_group_headroom_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
+    """The least that any control group above this process leaves (version 2: memory.max − memory.current, where
+    cache that can be reclaimed counts as left); a number beyond any host if none has a limit."""
+    headroom = 1 << 62
+    for line in Path(own).read_text().splitlines():
+        if not line.startswith("0::/"):
+            continue
+        folder = Path(root) / line.removeprefix("0::/")
+        while folder != Path(root).parent:
+            try:
+                limit = (folder / "memory.max").read_text().strip()
+                used = int((folder / "memory.current").read_text())
+                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                limit, used, stat = "max", 0, {}
+            if limit.isdigit():
+                headroom = min(headroom, int(limit) - used + int(stat.get("inactive_file", 0)))
+            folder = folder.parent
+    return headroom
+
+
 class Ledger:
     """Counts one device. Invariant: resident + reserved never exceeds capacity through `reserve`."""
 
@@ -113,9 +134,10 @@ class Ledger:
         self.resident_bytes -= num_bytes
 
 
-def check_kernel_has(num_bytes: int) -> None:
-    """Raises NoMemoryError if the host itself could not hold `num_bytes` more, whatever the limit says."""
-    available = available_host_bytes()
+def check_kernel_has(num_bytes: int, promised_bytes: int = 0) -> None:
+    """Raises NoMemoryError if the host, or this process's control group, could not hold `num_bytes` more, whatever
+    the limit says. `promised_bytes` are other loads', which the kernel does not know of yet."""
+    available = min(available_host_bytes(), control_group_headroom_bytes()) - promised_bytes
     if num_bytes > available:
         raise NoMemoryError(
             f"host: needs {num_bytes:,} bytes, but the kernel reports only {available:,} available",

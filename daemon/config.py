@@ -107,8 +107,8 @@ def _model(path: str, entry: dict[str, Any], layout_version: int) -> Source:
     if unknown:
         raise BadRequestError(f"configuration {path}: unknown key models.{sorted(unknown)[0]}")
     checkpoint = entry.get("checkpoint", "")
-    if not isinstance(checkpoint, str) or not os.path.isabs(checkpoint):
-        raise BadRequestError(f"configuration {path}: models.checkpoint must be an absolute path")
+    if not isinstance(checkpoint, str) or not os.path.isabs(checkpoint) or ".." in checkpoint.split("/"):
+        raise BadRequestError(f"configuration {path}: models.checkpoint must be an absolute path without ..")
     names = {"model": "auto", "quantization": "keep", "compute_dtype": "float32"}
     for key in names:
         names[key] = entry.get(key, names[key])

@@ -116,6 +116,8 @@ class Generation:
     load_phases: list[Phase] = field(default_factory=list)
     num_attaches: int = 0
     last_used: int = 0
+    lingering_bytes: int = 0
+    """Of a FAILED generation that holders still map: no longer ours to free, and not free yet."""
     key: str = field(default_factory=lambda: secrets.token_hex(6))
 
     @property
@@ -153,6 +155,8 @@ class Catalog:
     """Every generation the daemon knows, and the receipts that tie sources on disk to them."""
 
     MAX_FAILED = 16
+    MAX_NAMES = 64
+    """Sources that one generation is remembered under; the oldest is forgotten, and would be hashed again."""
 
     def __init__(self) -> None:
         self._serials = itertools.count(1)
@@ -188,9 +192,16 @@ class Catalog:
 
     def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> Generation | None:
         """Ties a source to what it was proved to hold. Returns the generation it held before, if another."""
-        previous = self._receipts.get(source)
+        previous = self._receipts.pop(source, None)
         self._receipts[source] = (generation, receipts)
+        for oldest in [s for s, (g, _) in self._receipts.items() if g is generation][: -self.MAX_NAMES]:
+            del self._receipts[oldest]
         return previous[0] if previous and previous[0] is not generation else None
+
+    def unbind(self, source: Source, generation: Generation) -> None:
+        """Forgets that a source holds a generation, if it is still said to."""
+        if self._receipts.get(source, (None,))[0] is generation:
+            del self._receipts[source]
 
     def bound(self, source: Source) -> tuple[Generation, list[Receipt]] | None:
         return self._receipts.get(source)
@@ -217,20 +228,23 @@ class Catalog:
         found = {r.path: r for g, receipts in self._receipts.values() if g is generation for r in receipts}
         return [found[path] for path in sorted(found)]
 
-    def by_id(self, prefix: str) -> Generation:
-        """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none."""
+    def by_id(self, prefix: str, rank: Rank | None = None) -> Generation:
+        """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none. Without a rank,
+        the generation must have one only."""
         if len(prefix) < MIN_ID_PREFIX:
             raise BadRequestError(f"generation id {prefix!r} is shorter than {MIN_ID_PREFIX} digits")
-        found = [g for g in self if g.id.startswith(prefix)]
+        found = [g for g in self if g.id.startswith(prefix) and rank in (None, g.rank)]
         live = [g for g in found if g.state is State.READY] or found
         if not live:
             raise NotResidentError(f"no generation with id {prefix}", {"generation": prefix})
-        if len({g.id for g in live}) > 1:
-            raise BadRequestError(f"generation id {prefix} is ambiguous: {', '.join(g.id for g in live)}")
+        if len({(g.id, g.rank) for g in live}) > 1:
+            which = ", ".join(f"{g.id} ({g.rank.role})" for g in live)
+            raise BadRequestError(f"generation id {prefix} is ambiguous: {which}")
         return live[-1]
 
     def by_digest(self, digest: str, recipe: Recipe, rank: Rank) -> Generation:
-        """Raises NotResidentError if no generation was made from this content by this recipe."""
+        """Raises NotResidentError if no generation was made from this content by this recipe, BadRequestError if
+        several were: the recipe as asked leaves the configuration to the checkpoint's files."""
         found = [
             g
             for g in self
@@ -243,6 +257,11 @@ class Catalog:
         live = [g for g in found if g.state is State.READY] or found
         if not live:
             raise NotResidentError(f"no generation of checkpoint digest {digest} with this recipe")
+        if len({g.id for g in live}) > 1:
+            raise BadRequestError(
+                f"checkpoint digest {digest} with this recipe is ambiguous, since its configuration was read from "
+                f"different files: {', '.join(g.id for g in live)}; ask by generation id"
+            )
         return live[-1]
 
     def might_hold(self, source: Source) -> bool:

@@ -22,7 +22,7 @@ from .errors import BadRequestError, CacheError, EvictedError, InternalError, No
 from .generations import Catalog, Generation, Phase, Progress, Receipt, Source
 from .loader_process import LoaderProcess
 from .residency import Residency
-from .segments.host import HostSegment
+from .segments.host import HostSegment, all_closed
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,14 @@ class _Load:
     reserved_bytes: int = 0
     segments: list[HostSegment] = field(default_factory=list)
     tables: tuple[bytes, bytes] | None = None
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """Reserved and, as far as its progress tells, not yet taken from the kernel."""
+        progress = self.generation.progress
+        share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 0.0
+        return int(self.reserved_bytes * (1 - min(share, 1.0)))
+
     phases: list[Phase] = field(default_factory=list)
 
 
@@ -90,6 +98,7 @@ class Loads:
             await asyncio.wait({load.task})  # others gave it up: we wait for its end and begin anew
         load = load or self._start(source, device, evict_lru)
         load.num_callers += 1
+        load.evict_lru |= evict_lru
         try:
             while not load.task.done():
                 yield replace(load.generation.progress)
@@ -170,6 +179,9 @@ class Loads:
         loader = await LoaderProcess.start(self._loader_command, job)
         try:
             async for update, fds in loader.updates():
+                if update.WhichOneof("update") == "plan" and load.evict_lru:
+                    self._residency.make_room(sum(update.plan.segment_bytes))
+                    await all_closed()
                 self._on_update(load, loader, update, fds)
             if load.tables is None:
                 raise await loader.death()
@@ -202,11 +214,9 @@ class Loads:
         if len(segment_bytes) > _MAX_SEGMENTS:
             raise BadRequestError(f"{len(segment_bytes)} segments; a shard has at most {_MAX_SEGMENTS}")
         total = sum(segment_bytes)
-        if load.evict_lru:
-            self._residency.make_room(total)
         self._ledger.reserve(total, self._residency.evictable_bytes())
         load.reserved_bytes = total
-        check_kernel_has(total)
+        check_kernel_has(total, promised_bytes=sum(other.unfilled_bytes for other in self._loads.values()) - total)
         for index, size in enumerate(segment_bytes):
             name = f"{os.path.basename(load.source.path)}:{index}"[:200]
             try:

@@ -5,10 +5,13 @@ Every path on which memory comes or goes leads through here, so that ledger, cat
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
 from .capacity import Ledger
-from .errors import CacheError
+from .disk import Disk
+from .errors import CacheError, CheckpointNotFoundError
 from .generations import Catalog, Generation, Manifest, Phase, Receipt, Source, State, generation_id
 from .leases import Event, Lease, LeaseBook
 from .parking import Parking, Revived
@@ -21,9 +24,17 @@ class Residency:
     """Moves generations through their states and keeps the ledger true."""
 
     def __init__(
-        self, catalog: Catalog, leases: LeaseBook, ledger: Ledger, parking: Parking, configured: frozenset[Source]
+        self,
+        catalog: Catalog,
+        leases: LeaseBook,
+        ledger: Ledger,
+        parking: Parking,
+        disk: Disk,
+        configured: frozenset[Source],
     ) -> None:
         self._parking = parking
+        self._disk = disk
+        self._tasks: set[asyncio.Task[None]] = set()
         self._catalog = catalog
         self._leases = leases
         self._ledger = ledger
@@ -58,9 +69,27 @@ class Residency:
     def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> None:
         """Ties a source to its content; a generation that lost its last source this way retires."""
         previous = self._catalog.bind(source, generation, receipts)
-        if previous and previous.state is State.READY and not self._catalog.names(previous):
-            self._leases.notify(previous, Event.SUPERSEDED, generation.id)
+        if previous is not None:
+            self._supersede_if_nameless(previous, generation)
+            if self._catalog.names(previous):
+                task = asyncio.create_task(self._forget_dead_names(previous, generation))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        self._parking.save()
+
+    def _supersede_if_nameless(self, previous: Generation, successor: Generation) -> None:
+        if previous.state is State.READY and not self._catalog.names(previous):
+            self._leases.notify(previous, Event.SUPERSEDED, successor.id)
             self.retire(previous)
+
+    async def _forget_dead_names(self, previous: Generation, successor: Generation) -> None:
+        """A generation that lost a name may live on under others, but not under those whose files are gone or
+        changed as well: links of finished jobs would keep it for ever."""
+        for source, proof in self._catalog.bindings(previous):
+            with contextlib.suppress(CheckpointNotFoundError):  # a mount that hangs says nothing of its files
+                if await self._disk.stale(source.path, proof):
+                    self._catalog.unbind(source, previous)
+        self._supersede_if_nameless(previous, successor)
         self._parking.save()
 
     def revive(self, revived: Revived) -> None:
@@ -81,12 +110,13 @@ class Residency:
         self._free_if_unused(generation)
 
     def fail(self, generation: Generation, failure: CacheError) -> None:
-        """→ FAILED(reason): memory back, kept in the catalog so that an operator sees why."""
+        """→ FAILED(reason): memory back, once nobody maps it; kept in the catalog so that an operator sees why."""
         log.error("generation %s FAILED: %s", generation.id[:12] or f"#{generation.serial}", failure.message)
         self._leases.revoke_tickets(generation)
         num_segments = len(generation.segments)
-        self._ledger.free(generation.fail(failure))
+        generation.lingering_bytes = generation.fail(failure)
         self._parking.drop(generation, num_segments)
+        self._free_if_unused(generation)
         self._catalog.forget_old_failures()
 
     def retire(self, generation: Generation) -> bool:
@@ -128,7 +158,12 @@ class Residency:
         ]
 
     def _free_if_unused(self, generation: Generation) -> bool:
-        if generation.state is not State.RETIRING or self._leases.of(generation):
+        if self._leases.of(generation):
+            return False
+        if generation.state is State.FAILED:
+            self._ledger.free(generation.lingering_bytes)
+            generation.lingering_bytes = 0
+        if generation.state is not State.RETIRING:
             return False
         num_segments = len(generation.segments)
         self._catalog.remove(generation)

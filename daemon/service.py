@@ -164,7 +164,8 @@ def _selector(message: pb.Selector) -> Selector:
                 rank=wire.rank(message.rank),
             )
         case "generation_id" if message.generation_id:
-            return Selector(generation_id=message.generation_id)
+            rank = wire.rank(message.rank) if message.HasField("rank") else None
+            return Selector(generation_id=message.generation_id, rank=rank)
     raise BadRequestError("the selector names neither a checkpoint nor a generation")
 
 

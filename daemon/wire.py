@@ -60,6 +60,8 @@ def source(path: str, recipe_message: pb.Recipe, rank_message: pb.Rank) -> Sourc
     _require_size("checkpoint path", path, _MAX_PATH_BYTES)
     if not os.path.isabs(path) or "\0" in path:
         raise BadRequestError(f"checkpoint path {path!r} is not absolute", {"path": path})
+    if ".." in path.split("/"):  # with symbolic links in it, its meaning cannot be told from its text
+        raise BadRequestError(f"checkpoint path {path!r} has '..' in it; resolve it first", {"path": path})
     return Source(os.path.normpath(path), recipe(recipe_message), rank(rank_message))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,12 +30,21 @@ def make_selector(
     if sum(name is not None for name in (checkpoint, generation_id, checkpoint_digest)) != 1:
         raise RequestError("name a generation by a checkpoint, a generation id or a checkpoint digest: one of them")
     if checkpoint is not None:
-        selector.checkpoint_path = str(Path(checkpoint).absolute())
+        selector.checkpoint_path = absolute(checkpoint)
     elif generation_id is not None:
         selector.generation_id = generation_id
     elif checkpoint_digest is not None:
         selector.checkpoint_digest = checkpoint_digest
     return selector
+
+
+def absolute(path: str | Path) -> str:
+    """The path from the root; links up to the last ".." are resolved, because "link/.." is not where the link is."""
+    parts = Path(path).absolute().parts
+    if ".." in parts:
+        end = len(parts) - parts[::-1].index("..")
+        parts = (os.path.realpath(Path(*parts[:end])), *parts[end:])
+    return str(Path(*parts))
 
 
 class Control:
@@ -61,7 +71,7 @@ class Control:
 
         Leaving the iteration early cancels the load, unless somebody else waits for it too."""
         request = pb.LoadRequest(
-            checkpoint_path=str(Path(checkpoint).absolute()),
+            checkpoint_path=absolute(checkpoint),
             recipe=recipe.to_proto(),
             evict=pb.EVICT_POLICY_LRU if evict_lru else pb.EVICT_POLICY_NONE,
         )

@@ -120,7 +120,7 @@ def test_verify_re_hashes_every_byte(daemon: Any, sparse_checkpoint: Callable[..
 
 
 def test_a_mismatch_fails_the_generation_and_nobody_attaches_to_it(
-    gated_daemon: Any, gate: Any, raw_checkpoint: Path, hold: Callable[..., Any]
+    gated_daemon: Any, gate: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     gate.set("lie")
     loaded = gated_daemon.load(raw_checkpoint, model="raw")
@@ -134,7 +134,9 @@ def test_a_mismatch_fails_the_generation_and_nobody_attaches_to_it(
         (failed,) = control.list().generations
         assert failed.state == pb.GENERATION_STATE_FAILED
         assert failed.failure.reason == pb.CORRUPTED
-        assert gated_daemon.device().resident_bytes == 0
+        assert gated_daemon.device().resident_bytes == loaded.resident_bytes, "its holder still maps it"
+        holder.end()
+        wait_for(lambda: gated_daemon.device().resident_bytes == 0, "its memory to be free")
         for refused in (lambda: control.check(selector), lambda: attach_by(gated_daemon, raw_checkpoint)):
             with pytest.raises(LoadFailedError, match="differ from the manifest"):
                 refused()

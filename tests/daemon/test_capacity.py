@@ -1,8 +1,17 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preload.daemon.capacity import Ledger, available_host_bytes, parse_limit, physical_host_bytes
+from preload.daemon.capacity import (
+    Ledger,
+    available_host_bytes,
+    check_kernel_has,
+    control_group_headroom_bytes,
+    parse_limit,
+    physical_host_bytes,
+)
 from preload.daemon.errors import BadRequestError, NoMemoryError
 
 
@@ -58,3 +67,29 @@ def test_ledger_never_exceeds_its_capacity_and_ends_empty(steps: list[tuple[int,
 
 def test_host_has_memory_and_reports_it() -> None:
     assert 0 < available_host_bytes() <= physical_host_bytes() * 1.01
+
+
+def test_control_group_leaves_what_its_tightest_level_leaves(tmp_path: Path) -> None:
+    def group(folder: Path, limit: str, used: int, cache: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+    own = tmp_path / "cgroup"
+    own.write_text("0::/system.slice/preload.service\n")
+    root = tmp_path / "fs"
+    group(root, "max", 0, 0)
+    group(root / "system.slice", "1000", 300, 50)
+    group(root / "system.slice" / "preload.service", "max", 200, 0)
+    assert control_group_headroom_bytes(str(root), str(own)) == 750
+    group(root / "system.slice" / "preload.service", "400", 200, 0)
+    assert control_group_headroom_bytes(str(root), str(own)) == 200
+    own.write_text("5:memory:/x\n")
+    assert control_group_headroom_bytes(str(root), str(own)) > 1 << 60
+
+
+def test_memory_promised_to_others_is_not_there_for_a_load() -> None:
+    check_kernel_has(1 << 20)
+    with pytest.raises(NoMemoryError, match="available"):
+        check_kernel_has(1 << 20, promised_bytes=available_host_bytes())

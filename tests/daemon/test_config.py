@@ -19,9 +19,9 @@ def test_command_line_goes_before_the_file(tmp_path: Path) -> None:
 
 
 def test_models_of_the_file_become_sources(tmp_path: Path) -> None:
-    path = write(tmp_path, '[[models]]\ncheckpoint = "/m/../n"\nquantization = "f32"\n')
+    path = write(tmp_path, '[[models]]\ncheckpoint = "/m/.//n"\nquantization = "f32"\n')
     (source,) = read_config(path, {}, 5).models
-    assert (source.path, source.recipe.quantization, source.recipe.layout_version) == ("/n", "f32", 5)
+    assert (source.path, source.recipe.quantization, source.recipe.layout_version) == ("/m/n", "f32", 5)
 
 
 def test_no_file_means_defaults() -> None:
@@ -37,6 +37,7 @@ def test_no_file_means_defaults() -> None:
         ('[daemon]\nhttp_port = "x"\n', "daemon.http_port"),
         ("[daemon]\nallow_uids = 3\n", "daemon.allow_uids"),
         ('[[models]]\ncheckpoint = "relative"\n', "models.checkpoint"),
+        ('[[models]]\ncheckpoint = "/m/../n"\n', "models.checkpoint"),
         ('[[models]]\ncheckpoint = "/m"\nquantisation = "keep"\n', "models.quantisation"),
     ],
 )

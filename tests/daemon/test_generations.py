@@ -101,3 +101,36 @@ def test_a_prefix_of_two_ids_is_ambiguous() -> None:
     with pytest.raises(BadRequestError, match="ambiguous"):
         catalog.by_id("abcdef01")
     assert catalog.by_id("abcdef010") is first
+
+
+def test_one_digest_under_two_configurations_is_ambiguous() -> None:
+    catalog = Catalog()
+    first = ready(catalog)
+    second = catalog.begin(Source("/other", KEEP, Rank()), "host")
+    second.commit(Manifest(b"", "d", "resolved with another rope", (), 1), [], [])
+    with pytest.raises(BadRequestError, match="ambiguous") as refusal:
+        catalog.by_digest("d", KEEP, Rank())
+    assert first.id in refusal.value.message
+    assert second.id in refusal.value.message
+
+
+def test_id_of_two_roles_needs_a_rank() -> None:
+    catalog = Catalog()
+    target = ready(catalog)
+    draft = catalog.begin(Source("/m", KEEP, Rank(role="draft")), "host")
+    draft.commit(Manifest(b"", "d", "resolved keep", (), 1), [], [])
+    assert draft.id == target.id
+    with pytest.raises(BadRequestError, match="draft"):
+        catalog.by_id(target.id)
+    assert catalog.by_id(target.id, Rank(role="draft")) is draft
+    assert catalog.by_id(target.id, Rank()) is target
+
+
+def test_a_generation_is_remembered_under_so_many_names_only() -> None:
+    catalog = Catalog()
+    generation = ready(catalog)
+    for number in range(2 * Catalog.MAX_NAMES):
+        catalog.bind(Source(f"/link{number}", KEEP, Rank()), generation, [])
+    names = catalog.names(generation)
+    assert len(names) <= Catalog.MAX_NAMES + 1
+    assert names[-1].path == f"/link{2 * Catalog.MAX_NAMES - 1}"
