@@ -12,6 +12,7 @@ COMMANDS = {
     "template": "keep an engine core's imports ready, and fork cores from them",
     "load": "make a checkpoint resident",
     "serve": "serve a resident model with an OpenAI-compatible API",
+    "rollout": "update a service to another checkpoint or other flags, without losing a request",
     "status": "show the daemon, its generations, leases and their phases",
     "ls": "list generations",
     "evict": "let go of a generation",

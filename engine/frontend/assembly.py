@@ -34,6 +34,7 @@ def build_service(
     factory = DeploymentFactory(make_command=make_command, records=records, metrics=metrics)
     return Service(
         config=config,
+        socket_dir=socket_dir,
         keys=keys,
         metrics=metrics,
         admission=Admission(config.max_concurrent_requests, config.max_queued_requests, metrics),

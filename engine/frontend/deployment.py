@@ -64,6 +64,18 @@ class Deployment:
             if not self.num_users:
                 self.unused.set()
 
+    async def can_take_over(self, other: Deployment) -> bool:
+        """Whether every request of another one with the same weights fits here: the cores are asked."""
+        mine, theirs = await self.supervisor.model_stats(), await other.supervisor.model_stats()
+        capacity = mine.num_kv_blocks * mine.block_size
+        wanted = min(theirs.max_model_len, theirs.num_kv_blocks * theirs.block_size)
+        return mine.max_model_len >= theirs.max_model_len and capacity >= wanted
+
+    def hand_over_to(self, other: Deployment) -> int:
+        """Moves the samples in flight, and those still to be submitted; returns how many are in flight."""
+        self.successor = other
+        return self.in_flight.move_to(other.in_flight)
+
     def latest(self) -> Deployment:
         """Where a sample of this deployment is to be submitted now."""
         deployment = self

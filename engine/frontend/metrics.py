@@ -45,7 +45,9 @@ class Metrics:
         self.resubmissions = Counter(
             "preload_frontend_resubmissions", "Sequences handed to a core after another died", registry=registry
         )
-        self.core_ready = Gauge("preload_frontend_core_ready", "1 while a core is serving", registry=registry)
+        self.core_ready = Gauge(
+            "preload_frontend_core_ready", "Cores that serve: one, two during an update", registry=registry
+        )
 
     def render(self) -> bytes:
         """The text for /metrics."""

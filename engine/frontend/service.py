@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ class Service:
     """The parts of one frontend. `deployments` are those with cores: the current one, and others during an update."""
 
     config: FrontendConfig
+    socket_dir: str
     keys: ApiKeys
     metrics: Metrics
     admission: Admission
@@ -45,6 +46,7 @@ class Service:
     crashed: asyncio.Future[BaseException | None] = field(init=False)
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _open: asyncio.Event = field(default_factory=asyncio.Event)
+    _updates: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.deployments = [self.current]
@@ -103,8 +105,18 @@ class Service:
         for deployment in self.deployments:
             deployment.in_flight.close(error)
 
+    def start_update(self, update: Coroutine[Any, Any, None]) -> None:
+        """Runs an update in the background: it goes on although whoever asked for it has gone."""
+        task = asyncio.create_task(update)
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+
     async def stop(self) -> None:
-        """Ends every core."""
+        """Ends every update and every core."""
+        updates = list(self._updates)
+        for task in updates:
+            task.cancel()
+        await asyncio.gather(*updates, return_exceptions=True)
         await asyncio.gather(*(deployment.stop() for deployment in self.deployments))
 
     async def describe_cores(self) -> list[dict[str, Any]]:

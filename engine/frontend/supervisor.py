@@ -76,6 +76,11 @@ class Supervisor:
         return self._serving.is_set()
 
     @property
+    def serving_pid(self) -> int:
+        """0 if none serves."""
+        return self._core.life.pid if self._core is not None and self.serving else 0
+
+    @property
     def num_warm_standbys(self) -> int:
         return self._standbys.num_warm
 
@@ -161,7 +166,7 @@ class Supervisor:
     async def _serve(self, core: ManagedCore) -> str:
         session = core.session
         self._serving.set()
-        self._metrics.core_ready.set(1)
+        self._metrics.core_ready.inc()
         self._in_flight.on_first_token = lambda: self._note_first_token(core)
         self._in_flight.attach(session)
         self._background(self._learn_stats(core))
@@ -174,7 +179,7 @@ class Supervisor:
             calm.cancel()
             self._standbys.hold()
             self._serving.clear()
-            self._metrics.core_ready.set(0)
+            self._metrics.core_ready.dec()
             self._in_flight.on_first_token = None
             self._in_flight.detach(session)
 

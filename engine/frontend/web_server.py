@@ -1,7 +1,7 @@
 """uvicorn around the application, and the drain on a signal.
 
 SIGTERM or SIGINT: no new connection, requests in flight may finish within the drain time, then those that are left
-are answered with an error. A second signal does not wait.
+are answered with an error. A second signal does not wait. SIGHUP: a fresh core takes over from the running one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import uvicorn
 from preload.engine.timeline import now_ns
 
 from .activation import Manager
+from .admin import admin_socket, restart_core
 from .app import build_app
 from .client_guard import make_protocol
 from .errors import OverloadedError, StartError
@@ -45,6 +46,7 @@ async def serve_http(service: Service, listener: socket.socket, manager: Manager
     answers whom we do not accept any more. Raises StartError when the supervision of cores ends before, by a bug."""
     server = _Server(_uvicorn_config(service))
     loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, restart_core, service)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, service, server, manager, outlives_us)
     service.crashed.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -53,7 +55,8 @@ async def serve_http(service: Service, listener: socket.socket, manager: Manager
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {service.config.model_name} on http://{where}", file=sys.stderr, flush=True)
     try:
-        await server.serve(sockets=[listener])
+        async with admin_socket(service, f"http://{where}"):
+            await server.serve(sockets=[listener])
     finally:
         notes.cancel()
     if service.crashed.done() and not service.draining:
