@@ -56,9 +56,9 @@ def die_with_frontend(liveness: int) -> None:
 
 
 def _reset_signals() -> None:
-    """As Python leaves them at its start."""
+    """As Python leaves them at its start; what the template's starter ignores (nohup, a shell's &) counts as well."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

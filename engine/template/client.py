@@ -108,7 +108,7 @@ def _give_up(sock: socket.socket, fds: Sequence[int]) -> None:
 
 async def start_template(place: Place) -> None:
     """Starts a detached template for the next core, and returns when it is on its way. Raises OSError."""
-    words = ("-m", "preload.engine.template", "--runtime-dir", str(place.runtime_dir), "--detached")
+    words = ("-P", "-m", "preload.engine.template", "--runtime-dir", str(place.runtime_dir), "--detached")
     null = asyncio.subprocess.DEVNULL
     starter = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=null)
     await starter.wait()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from importlib import import_module
 
-_MODULES = (
-    "torch",
-    "preload.engine.client",
-    "preload.engine.core.core",
-    "preload.engine.core.process",
-    "preload.engine.core.server",
-    "preload.engine.models.decoder",
-)
-"""With all that these import themselves; the test of this module says which a core needs besides."""
+_PACKAGES = ("client", "core", "kernels", "layers", "models", "quantization")
+"""What a core is made of, below preload.engine."""
+_IMPORTED_BY_GRPC_WHEN_USED = ("grpc._channel", "grpc._server", "grpc.experimental")
 
 
 def import_all() -> None:
@@ -24,8 +19,13 @@ def import_all() -> None:
     # numpy's OpenBLAS, which the core does not use, from starting a pool of threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in _MODULES:
+    for name in ("torch", *_IMPORTED_BY_GRPC_WHEN_USED):
         import_module(name)
+    for name in _PACKAGES:
+        package = import_module(f"preload.engine.{name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".__main__"):
+                import_module(module.name)
     del os.environ["OPENBLAS_NUM_THREADS"]
 
 
