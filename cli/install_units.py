@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     if version < PRESERVING_VERSION:
         known = f"systemd {version}" if version else "no systemd was found here, and one before 254"
         print(f"note: {known} keeps weights over restarts and crashes, but not over `systemctl stop`")
+    for folder in closed_folders():
+        print(
+            f"note: only its owner may enter {folder}, where this installation lies: install it elsewhere for others"
+        )
     print(_NEXT.format(user=arguments.user), end="")
     return 0
 
@@ -49,7 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
 def preload_command() -> list[str]:
     """The `preload` of this installation: the script beside its interpreter, or the module where there is none."""
     script = Path(sys.executable).with_name("preload")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "preload.cli.main"]
+    return [str(script)] if script.exists() else [sys.executable, "-P", "-m", "preload.cli.main"]
+
+
+def closed_folders() -> list[Path]:
+    """Folders on the way to this interpreter that the system user will not get into."""
+    ways = {*Path(sys.executable).parents, *Path(os.path.realpath(sys.executable)).parents}
+    return sorted(folder for folder in ways if not folder.stat().st_mode & 0o001)
 
 
 def systemd_version() -> int:
