@@ -44,6 +44,15 @@ def make_protocol(timeout_s: float) -> type[asyncio.Protocol]:
             self._stop_head_timer()
             super().connection_lost(exc)
 
+        def send_400_response(self, msg: str) -> None:
+            """Also when the nonsense is in the body of a request that is being answered: that answer is given up."""
+            if not self._answering:
+                super().send_400_response(msg)
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.transport.abort()
+
         @property
         def _answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete

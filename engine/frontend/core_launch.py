@@ -19,7 +19,7 @@ from .errors import StartError
 CoreCommand = Callable[[str, int], Sequence[str]]
 """(socket path, spawned_at_ns) to the command line of a core."""
 
-_CORE_PREFIX = ("-m", "preload.engine.core")
+_CORE_MODULE = "preload.engine.core"
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,10 @@ async def start_fresh(arguments: Sequence[str]) -> FreshCore:
 
 async def start_forked(arguments: Sequence[str], place: Place) -> ForkedCore | None:
     """A core from the template; None, with a line that says why, if there is none to be had."""
-    assert tuple(arguments[1:3]) == _CORE_PREFIX, "a template forks our core and nothing else"
+    # What comes after the module's name is the core's; ValueError: the command is not our core's.
+    own_words = arguments[arguments.index(_CORE_MODULE) + 1 :]
     try:
-        process = await fork_core(place, arguments[3:])
+        process = await fork_core(place, own_words)
     except NoForkError as error:
         if not error.is_absent:
             _say(f"{error}; the core is started as a process")

@@ -153,6 +153,11 @@ class ManagedCore:
                 await self._take_stats(self._session, timeout_s)
             except grpc.aio.AioRpcError:
                 return
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return  # it is gone: its channel was closed under the call, which gRPC shows in this way
 
     async def _take_stats(self, session: CoreSession, timeout_s: float | None) -> None:
         self.stats = await session.stats(timeout_s)

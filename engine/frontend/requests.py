@@ -8,10 +8,10 @@ One of them may be what kills cores, so deaths are counted, and who has to be su
 - A sample's deaths count only as long as it makes no progress: with CLEARED_AFTER more tokens than at its last death
   it has passed the step that would have killed again, and starts at 0.
 - After one death everybody is resubmitted. From its second on, a sample is suspected, and a trial begins: half of
-  the most suspected are with the core, alone; all others wait. When the core dies, the half is halved again; when
+  the most suspected go to the core; all others wait. When the core dies, the half is halved again; when
   the half is cleared, the rest is tried. So the guilty one is found in a logarithmic number of deaths.
-- Only a sample that was alone with the core, at a death that was not its first, is blamed: it is answered with an
-  error and never submitted again; the others are cleared.
+- Only a sample that was alone with the core, or alone on trial, at a death that was not its first, is blamed: it is
+  answered with an error and never submitted again; the others are cleared.
 
 An innocent neighbour is thus never condemned for the company it had. Requests that kill only together are cleared
 apart, and the supervisor's backoff bounds how fast they do it again.
@@ -192,13 +192,14 @@ class InFlight:
         """The core of `session` is gone: its samples wait for the next, but one it must have died of."""
         if self._session is not session:
             return
+        victims = [sample for sample in self._samples.values() if sample.with_core]
+        tried = list(self._trial) or victims  # beside those on trial run only some that have just been cleared
         self._session = None
         self._trial = set()
-        victims = [sample for sample in self._samples.values() if sample.with_core]
         for sample in victims:
             sample.note_death()
-        if len(victims) == 1 and victims[0].num_deaths >= SUSPECTED_DEATHS:
-            self._fail(victims[0], _died_repeatedly(victims[0]))
+        if len(tried) == 1 and tried[0].num_deaths >= SUSPECTED_DEATHS:
+            self._fail(tried[0], _died_repeatedly(tried[0]))
             for sample in self._samples.values():
                 sample.num_deaths = 0
 
@@ -249,7 +250,7 @@ class InFlight:
 
 def _died_repeatedly(sample: Sample) -> CoreFailedError:
     return CoreFailedError(
-        f"{sample.num_deaths} engine cores died while they worked on this request, the last one on nothing else; "
+        f"{sample.num_deaths} engine cores died while they worked on this request, the last time without suspecting another; "
         "it is not tried again",
         code="core_died_repeatedly",
     )

@@ -88,7 +88,7 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             spawned_at_ns=spawned_at_ns,
             parent_pid=os.getpid(),
         )
-        return [sys.executable, "-m", "preload.engine.core", "--config-json", core.to_json()]
+        return [sys.executable, "-P", "-m", "preload.engine.core", "--config-json", core.to_json()]
 
     command("", 0)  # an impossible combination of options is found before anything is started
     return TemplatedCommand(command, place_of(config.runtime_dir)) if config.template else command

@@ -228,10 +228,11 @@ class Supervisor:
 
     async def current_stats(self) -> pb.StatsResponse | None:
         """Fresh counters of the core that serves; None if none does."""
-        if self._core is None or not self.serving:
+        core = self._core
+        if core is None or not self.serving:
             return None
-        await self._core.refresh_stats()
-        return self._core.stats
+        await core.refresh_stats()
+        return core.stats
 
     async def stop(self, runner: asyncio.Task[None]) -> None:
         """Ends the cores (drain, SIGTERM, SIGKILL) and then `runner`, the task of `run`."""

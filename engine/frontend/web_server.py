@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -49,6 +50,8 @@ async def serve_http(service: Service, listener: socket.socket, manager: Manager
     loop.add_signal_handler(signal.SIGHUP, restart_core, service)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, service, server, manager, outlives_us)
+    gc.freeze()
+    gc.enable()
     service.crashed.add_done_callback(lambda _: setattr(server, "should_exit", True))
     notes = asyncio.create_task(_note_ready(service, manager))
     host, port = listener.getsockname()[:2]
