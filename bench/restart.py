@@ -22,12 +22,15 @@ PROMPT = "What is the capital of France?"
 
 
 def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Seconds and phases of one cold start and of `num_restarts` warm restarts, and their ratio."""
+    """Seconds and phases of one cold start and of `num_restarts` warm restarts, and their ratio; and, over 20 starts
+    each, what bench/forked_start.py measures."""
+    from .forked_start import run as measure_forks
+
     with PrivateDaemon() as daemon:
         drop_page_cache(checkpoint)
         start_s = time.monotonic()
         load_phases = load(daemon, checkpoint)
-        with Server(daemon, checkpoint, *serve_words) as server:
+        with Server(daemon, checkpoint, "--no-template", *serve_words) as server:
             first_token(server)
             cold_s = time.monotonic() - start_s
             cold_core = wait_for_phases(server)
@@ -43,6 +46,7 @@ def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = (
             "core_phases": median[1],
         },
         "ratio": round(cold_s / statistics.median(warm_s), 2),
+        **measure_forks(checkpoint),
     }
 
 

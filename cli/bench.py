@@ -111,6 +111,9 @@ def _print_restart(result: dict[str, Any]) -> None:
     print(f"\ncold start from disk to the first token: {result['cold']['s']:.2f} s")
     print(f"SIGKILL of the core to the next first token (median): {result['warm_restart']['p50_s']:.2f} s")
     print(f"ratio: {result['ratio']:.1f}")
+    print(f"SIGKILL to the next token of the stream, core forked (median): {result['takeover_fork']['p50_s']:.2f} s")
+    print(f"fresh `preload serve` with a template, exec to first token: {result['serve_first_token']['p50_s']:.2f} s")
+    print(f"a process that only imports the frontend's libraries: {result['imports_only']['p50_s']:.2f} s")
 
 
 def _tracks(result: dict[str, Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import replace
 
 from preload.engine.frontend.config import FrontendConfig
@@ -21,6 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # Nothing that a start makes is garbage, and looking for some takes a tenth of it. `serve_http` turns it on again.
+    gc.disable()
     from preload.engine.frontend.server import process_start_ns
     from preload.engine.frontend.server import run as serve
     from preload.engine.timeline import Timeline
