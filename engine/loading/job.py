@@ -16,8 +16,9 @@ from preload.engine.recipe import Recipe
 from preload.engine.timeline import Phase, Timeline
 from preload.protos import loader_pb2, weight_cache_pb2
 
+from .checkpoint import Checkpoint
 from .control import Control, DaemonGoneError, make_memfd
-from .digests import checkpoint_digest
+from .digests import checkpoint_digest, outline
 from .fill import Filled, Filler, write_to_segments
 from .plan import Plan, make_manifest, make_plan
 from .receipts import make_receipts
@@ -46,7 +47,7 @@ def run_job(control_fd: int, started_ns: int) -> int:
                 if kernels is not None:
                     kernels.cancel()
         except PreloadError as error:
-            control.fail(error.to_proto())
+            control.fail(error)
             return EXIT_FAILED
     except DaemonGoneError:
         return EXIT_DAEMON_GONE
@@ -65,14 +66,9 @@ def _run(
         checkpoint, resolved = open_and_resolve(job.checkpoint_path, Recipe.from_proto(job.recipe))
         for weights in checkpoint.weights:
             weights.file.advise_sequential()
+        seen_outline = outline(checkpoint.tensors, resolved.to_json())
     if job.mode == loader_pb2.MODE_DIGEST:
-        filled = _read(resolved, None, [], num_threads, control, "digest")
-        digested = loader_pb2.Digested(
-            checkpoint_digest=checkpoint_digest(checkpoint.tensors, filled.source_digests),
-            resolved_recipe=resolved.to_json(),
-        )
-        receipts = make_receipts(checkpoint, filled.source_digests)
-        control.send(loader_pb2.Update(digested=digested), [_memfd("receipts", receipts)])
+        _digest(checkpoint, resolved, not job.outlines or seen_outline in job.outlines, num_threads, control)
         return
     with timeline.phase("plan"):
         plan = make_plan(target for step in resolved.steps for target in step.targets)
@@ -89,13 +85,24 @@ def _run(
     with timeline.phase("commit"):
         receipts = make_receipts(checkpoint, filled.source_digests)
         digest = checkpoint_digest(checkpoint.tensors, filled.source_digests)
-        manifest = make_manifest(resolved, plan, job.rank, digest, filled.resident_digests)
+        manifest = make_manifest(resolved, plan, job.rank, digest, filled.resident_digests, seen_outline)
         memfds = [_memfd("manifest", manifest), _memfd("receipts", receipts)]
     if kernels is not None:
         with timeline.phase("kernels"):
             _finish_kernels(kernels)
     committed = loader_pb2.Committed(phases=timeline.to_proto())
     control.send(loader_pb2.Update(committed=committed), memfds)
+
+
+def _digest(checkpoint: Checkpoint, resolved: Resolved, matches: bool, num_threads: int, control: Control) -> None:
+    """Hashes the bytes, unless the headers tell already that nobody has these weights."""
+    digested = loader_pb2.Digested(resolved_recipe=resolved.to_json(), matches=matches)
+    digests = None
+    if matches:
+        digests = _read(resolved, None, [], num_threads, control, "digest").source_digests
+        digested.checkpoint_digest = checkpoint_digest(checkpoint.tensors, digests)
+    receipts = make_receipts(checkpoint, digests)
+    control.send(loader_pb2.Update(digested=digested), [_memfd("receipts", receipts)])
 
 
 def _start_kernels(job: loader_pb2.Job) -> Compilation | None:
@@ -142,7 +149,7 @@ def _verify(fds: list[int], num_threads: int, control: Control) -> None:
         num_threads,
         lambda done_bytes, total_bytes: control.progress("verify", done_bytes, total_bytes),
     )
-    control.send(loader_pb2.Update(verified=result))
+    control.verified(result)
 
 
 def _check_rank(rank: weight_cache_pb2.Rank) -> None:

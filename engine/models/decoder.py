@@ -1,7 +1,8 @@
 """The decoder: one definition for every family a `ModelSpec` describes.
 
 Owns the order of the computation; layers own the weights' formats and the operations (`Ops`, by default plain
-torch), kernels the arithmetic, and the caller the KV cache. Weights are read-only views of mapped segments and are never copied. Canonical names are Hugging Face's.
+torch), kernels the arithmetic, and the caller the KV cache. Weights are read-only views of mapped segments and are
+never copied. Canonical names are Hugging Face's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from preload.engine.layers.rope import RotaryEmbedding
 from preload.engine.layers.weights import WeightTable
 
 from .spec import ModelSpec
+
 
 class Decoder:
     """A decoder-only transformer. Raises ManifestError if the tensors are not exactly what the spec needs."""

@@ -118,6 +118,13 @@ INLINE void all_weighted_values(int64_t rows, const float* weights, int64_t stri
   }
 }
 
+// Asks for the 16 vectors of positions first … first + 15, as far as there are any.
+INLINE void prefetch_rows(const float* rows, const int64_t* offsets, int64_t first, int64_t end, int64_t d) {
+  if (first + 16 > end) return;
+  for (int j = 0; j < 16; ++j)
+    for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(rows + offsets[first + j] + i, 0, 2);
+}
+
 struct AttentionScratch {
   Scratch scores;
   std::vector<int64_t> offsets;
@@ -144,11 +151,14 @@ inline void attend(const AttentionStep& step, const AttentionTask& task, int64_t
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
   const int64_t token_stride = (step.num_heads + 2 * step.num_kv_heads) * d;
   const float* queries = qkv + task.token * token_stride + kv_head * group * d;
-  for (int64_t p = 0; p < longest; p += 16)
+  for (int64_t p = 0; p < longest; p += 16) {
+    prefetch_rows(keys, offsets, p + 32, stride, d);  // blocks lie anywhere: hardware cannot guess the next one
+    prefetch_rows(values, offsets, p, stride, d);
     for (int64_t r = 0; r < rows; ++r)
       if (p < task.limit + r / group)
         sixteen_scores<kChunks>(queries + r / group * token_stride + r % group * d, keys, offsets + p, d / 16, scale,
                                 scores + r * stride + p);
+  }
   for (int64_t r = 0; r < rows; ++r) {
     scratch.inverse_sums[r] = softmax(scores + r * stride, task.limit + r / group, stride);
     scratch.out[r] = out + ((task.token + r / group) * step.num_heads + kv_head * group + r % group) * d;

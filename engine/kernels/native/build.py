@@ -2,10 +2,10 @@
 
 Owns the cache folders' contents: `kernels-<sources, flags, CPU>-<compiler>.so`. There are two: the one that the
 caller names (the daemon's, which engines see wherever they run, and which is empty after a boot), and the user's
-(~/.cache/preload/kernels), from which the first is filled, so that a machine compiles once. A name is a function of all that
-determines the bytes, so a file that exists is current and starts no process; files appear by rename, so two
-processes may build at once and a reader never sees half a file. Without a compiler, a file that any compiler made
-of the same sources for this CPU serves. Knows neither torch nor ctypes: the loader uses it too.
+(~/.cache/preload/kernels), from which the first is filled, so that a machine compiles once. A name is a function of
+all that determines the bytes, so a file that exists is current and starts no process; files appear by rename, so
+two processes may build at once and a reader never sees half a file. Without a compiler, a file that any compiler
+made of the same sources for this CPU serves. Knows neither torch nor ctypes: the loader uses it too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Compilation:
         try:
             if self._process.returncode:
                 raise KernelsUnavailableError(
-                    f"{self._process.args[0]} ended with {self._process.returncode}: "  # type: ignore[index]
+                    f"the compiler ended with {self._process.returncode}: "
                     f"{output.strip()[-MAX_COMPILER_OUTPUT_CHARACTERS:]}"
                 )
             os.rename(self._temporary, self._target)
@@ -60,7 +60,6 @@ class Compilation:
             Path(self._temporary).unlink(missing_ok=True)
             raise
         return self._target
-
 
     def cancel(self) -> None:
         """Stops the compiler and removes what it left."""

@@ -1,0 +1,108 @@
+"""Native attention against the torch reference, over shuffled blocks with garbage beyond every sequence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.layers.native_ops import native_ops
+from preload.engine.layers.ops import Heads, TorchOps
+
+NUM_BLOCKS, BLOCK_SIZE = 64, 4
+BATCHES = [
+    [(0, 1)],
+    [(15, 1), (16, 1), (40, 1)],
+    [(7, 1), (0, 12), (5, 9), (30, 3)],
+    [(0, 57)],
+]
+
+
+def make_batch(shapes: list[tuple[int, int]]) -> AttentionBatch:
+    """Sequences of (context, query) tokens, one query token first, in shuffled blocks."""
+    free = (torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+    table, slots = torch.zeros(len(shapes), 32, dtype=torch.int32), []
+    for r, (context, num_query) in enumerate(shapes):
+        blocks = [free.pop() for _ in range(-(-(context + num_query) // BLOCK_SIZE))]
+        table[r, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(context, context + num_query)]
+    lengths = torch.tensor([n for _, n in shapes])
+    return AttentionBatch(
+        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int(),
+        seq_lens=torch.tensor([sum(shape) for shape in shapes], dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.tensor(slots),
+        num_decodes=sum(n == 1 for _, n in shapes),
+    )
+
+
+def caches_of(batch: AttentionBatch, heads: Heads) -> torch.Tensor:
+    """NaN where no sequence has a token: none of it may reach a result."""
+    caches = torch.full((2, NUM_BLOCKS, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim), math.nan)
+    flat = caches.view(2, -1, heads.num_kv_heads, heads.head_dim)
+    for r, length in enumerate(batch.seq_lens.tolist()):
+        for p in range(length):
+            slot = int(batch.block_table[r, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+            flat[:, slot] = torch.randn(2, heads.num_kv_heads, heads.head_dim)
+    return caches
+
+
+@pytest.mark.parametrize("shapes", BATCHES)
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 128), Heads(10, 2, 32), Heads(6, 1, 80)])
+@pytest.mark.parametrize("variant", ["native", "without AVX-512"])
+def test_attention_equals_the_reference(
+    open_library: Any, variant: str, heads: Heads, shapes: list[tuple[int, int]]
+) -> None:
+    torch.manual_seed(0)
+    batch = make_batch(shapes)
+    num_tokens = len(batch.slot_mapping)
+    caches = caches_of(batch, heads)
+    expected_caches = caches.clone()
+    qkv = torch.randn(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    angles = torch.rand(num_tokens, heads.head_dim // 2) * 6
+    rotation = (angles.cos(), angles.sin())
+    expected = TorchOps().attention(heads)(qkv.clone(), rotation, tuple(expected_caches), batch)
+    attend = native_ops(open_library(variant, 2), torch.float32).attention(heads)
+    got = attend(qkv, rotation, tuple(caches), batch)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(caches, expected_caches, atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
+def test_a_token_gets_the_same_bits_decoded_or_prefilled(open_library: Any) -> None:
+    torch.manual_seed(0)
+    heads = Heads(9, 3, 64)
+    whole, last = make_batch([(0, 57)]), make_batch([(56, 1)])
+    caches = caches_of(whole, heads)
+    qkv = torch.randn(57, 15 * 64)
+    rotation = torch.rand(57, 32), torch.rand(57, 32)
+    attend = native_ops(open_library("native", 2), torch.float32).attention(heads)
+    prefilled = attend(qkv.clone(), rotation, tuple(caches), whole)
+    decoded = attend(qkv[56:].clone(), (rotation[0][56:], rotation[1][56:]), tuple(caches), last)
+    assert torch.equal(decoded[0], prefilled[56])
+
+
+def test_padding_slots_are_never_written(open_library: Any) -> None:
+    heads = Heads(2, 2, 16)
+    batch = AttentionBatch(
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([1, 1], dtype=torch.int32),
+        block_table=torch.zeros(2, 1, dtype=torch.int32),
+        slot_mapping=torch.tensor([-1, 9]),
+        num_decodes=2,
+    )
+    caches = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, 2, 16)
+    rotation = torch.ones(2, 8), torch.zeros(2, 8)
+    native_ops(open_library("native", 1), torch.float32).attention(heads)(
+        torch.ones(2, 6 * 16), rotation, tuple(caches), batch
+    )
+    written = caches.view(2, -1, 32).any(dim=-1).nonzero().tolist()
+    assert written == [[0, 9], [1, 9]]
+
+
+def test_what_the_kernels_do_not_cover_is_left_to_torch_and_said(open_library: Any) -> None:
+    ops = native_ops(open_library("native", 1), torch.float32)
+    ops.attention(Heads(4, 2, 24))
+    assert "attention by torch, because head_dim 24" in ops.describe()

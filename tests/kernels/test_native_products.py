@@ -1,0 +1,151 @@
+"""Native products of every layout against the torch reference, and their promise of equal bits."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from preload.engine.kernels.activation import swiglu
+from preload.engine.kernels.native.library import LAYOUT_IDS
+from preload.engine.kernels.norm import rms_norm
+from preload.engine.layers.linear import Linear, product_by_rows
+from preload.engine.layers.native_ops import native_ops
+from preload.engine.layers.ops import Norm
+from preload.engine.layers.weights import Weight
+from preload.engine.loading.gguf_types import BLOCK_TYPES
+from preload.engine.quantization import int4_group32, int8_per_channel
+
+TOLERANCE = 1e-5
+"""Of the result's norm: what float32 sums of a few thousand terms in another order may differ by, and more."""
+VARIANTS = ["native", "without AVX-512"]
+HALF_FIELDS = {"q6_k": [208], "q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2]}
+EXTREME = torch.tensor([0.0, -0.0, 6e-8, 1e-4, -0.02, 1.0, -3.5, 100.0, 65504.0, -65504.0]).half()
+
+
+def random_weight(layout: str, rows: int, cols: int, extreme: bool = False) -> Weight:
+    """Random bytes with scales of a sane size, or with zeros, subnormals and the largest halves among them."""
+    generator = torch.Generator().manual_seed(rows * cols)
+    if layout.startswith("dense."):
+        dense = torch.randn(rows, cols, generator=generator)
+        return Weight(layout, "dense", {"weight": dense.to(getattr(torch, layout.removeprefix("dense.")))})
+    if not layout.startswith("gguf."):
+        module = {"int8_per_channel": int8_per_channel, "int4_group32": int4_group32}[layout]
+        return Weight(layout, layout, module.quantize(torch.randn(rows, cols, generator=generator)))
+    kind = BLOCK_TYPES[layout.removeprefix("gguf.")]
+    shape = (rows, cols // kind.block_size)
+    blocks = torch.randint(0, 256, (*shape, kind.block_bytes), dtype=torch.uint8, generator=generator)
+    for at in HALF_FIELDS.get(kind.name, [0]):
+        halves = (torch.rand(shape, generator=generator) / 16).half()
+        if extreme:
+            halves = EXTREME[torch.randint(len(EXTREME), shape, generator=generator)]
+        blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
+    return Weight(layout, layout, {"weight": blocks.flatten(1)})
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (got.double() - expected.double()).norm() / expected.double().norm()
+    return float(difference)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("layout", LAYOUT_IDS)
+def test_products_equal_the_reference(open_library: Any, layout: str, extreme: bool, variant: str) -> None:
+    ops = native_ops(open_library(variant, 2), torch.float32)
+    ragged = layout.startswith("dense.") or layout == "int8_per_channel"
+    for rows, cols in [(1, 256), (37, 512), (130, 256), (5, 77 if ragged else 768)]:
+        weight = random_weight(layout, rows, cols, extreme)
+        x = torch.randn(128, cols, generator=torch.Generator().manual_seed(1))
+        expected = product_by_rows(x, weight)
+        project = ops.projection([Linear(weight)])
+        for num_tokens in (1, 3, 8, 33, 128):
+            got = project(x[:num_tokens])
+            assert relative_error(got, expected[:num_tokens]) < TOLERANCE, (rows, cols, num_tokens)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUT_IDS)
+def test_a_token_gets_the_same_bits_in_every_batch(open_library: Any, layout: str, variant: str) -> None:
+    weight = random_weight(layout, 70, 512)
+    x = torch.randn(300, 512, generator=torch.Generator().manual_seed(2))
+    whole = native_ops(open_library(variant, 2), torch.float32).projection([Linear(weight)])(x)
+    for num_threads in (1, 2):
+        project = native_ops(open_library(variant, num_threads), torch.float32).projection([Linear(weight)])
+        for num_tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 129):
+            assert torch.equal(project(x[300 - num_tokens :]), whole[300 - num_tokens :])
+
+
+def test_read_only_mapped_weights_are_read_where_they_are(open_library: Any) -> None:
+    weight = random_weight("gguf.q4_1", 64, 576)
+    data = weight.parts["weight"]
+    with mmap.mmap(-1, data.nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+        memory[:] = data.numpy().tobytes()
+        _protect(memory)  # a write from here on kills the process
+        mapped = torch.frombuffer(memory, dtype=torch.uint8).view(data.shape)
+        project = native_ops(open_library("native", 2), torch.float32).projection(
+            [Linear(Weight("w", "gguf.q4_1", {"weight": mapped}))]
+        )
+        x = torch.randn(9, 576)
+        assert relative_error(project(x), product_by_rows(x, weight)) < TOLERANCE
+        del mapped, project
+
+
+def _protect(memory: mmap.mmap) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), mmap.PROT_READ) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_operations_equal_their_steps(open_library: Any, num_tokens: int, variant: str) -> None:
+    ops = native_ops(open_library(variant, 2), torch.float32)
+    gate, up = random_weight("gguf.q4_1", 100, 256), random_weight("gguf.q6_k", 100, 256)
+    narrow = random_weight("int4_group32", 36, 256)
+    x, residual = torch.randn(num_tokens, 256) * 3, torch.randn(num_tokens, 36)
+    norm, bias = Norm(torch.rand(256) + 0.5, 1e-5), torch.randn(100)
+    normed = rms_norm(x, norm.weight, norm.eps)
+    wide = [product_by_rows(normed, gate) + bias, product_by_rows(normed, narrow)]
+    got = ops.projection([Linear(gate, bias), Linear(narrow)], norm)(x)
+    assert relative_error(got, torch.cat(wide, dim=1)) < TOLERANCE
+    got = ops.gated_projection(Linear(gate, bias), Linear(up), norm)(x)
+    assert relative_error(got, swiglu(wide[0], product_by_rows(normed, up))) < TOLERANCE
+    expected = residual + product_by_rows(x, narrow)
+    assert relative_error(ops.added_projection(Linear(narrow))(x, residual), expected) < TOLERANCE
+
+
+def test_swiglu_of_huge_gates_is_exact_at_both_ends(open_library: Any) -> None:
+    """Where a naive exponential overflows."""
+    weight = Weight("w", "dense", {"weight": torch.tensor([[1.0], [-1.0]])})
+    up = Weight("u", "dense", {"weight": torch.tensor([[0.001], [0.001]])})
+    norm = Norm(torch.tensor([1000.0]), 0.0)
+    got = native_ops(open_library("native", 1), torch.float32).gated_projection(Linear(weight), Linear(up), norm)(
+        torch.tensor([[2.0]])
+    )
+    torch.testing.assert_close(got, torch.tensor([[1000.0, 0.0]]))
+
+
+def test_bfloat16_activations_get_native_products(open_library: Any) -> None:
+    ops = native_ops(open_library("native", 2), torch.bfloat16)
+    assert "native" in ops.describe()
+    weight = random_weight("gguf.q8_0", 40, 64)
+    x = torch.randn(3, 64).bfloat16()
+    got = ops.projection([Linear(weight)])(x)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, product_by_rows(x, weight), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_no_tokens_and_strided_tokens_are_no_special_case(
+    open_library: Callable[[str, int], Any], strided: bool
+) -> None:
+    weight = random_weight("dense.bfloat16", 10, 32)
+    project = native_ops(open_library("native", 1), torch.float32).projection([Linear(weight)])
+    x = torch.randn(4, 64)[:, ::2] if strided else torch.randn(0, 32)
+    torch.testing.assert_close(project(x), product_by_rows(x, weight), atol=1e-5, rtol=1e-5)
