@@ -43,6 +43,7 @@ class Guard:
     def look(self) -> None:
         """Once through all connections; call it every second or so."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        refused: Counter[str] = Counter()
         by_pid: Counter[int] = Counter()
         by_uid: Counter[int] = Counter()
         # Inode numbers of sockets grow: the oldest connections, which hold leases, come first and stay.
@@ -50,11 +51,17 @@ class Guard:
             by_pid[peer.pid] += 1
             by_uid[peer.uid] += 1
             if not self._doors.admits(peer):
-                self._hang_up(fd, peer, "is not allowed here")
+                why = "is not allowed here"
             elif by_pid[peer.pid] > self._max_per_process:
-                self._hang_up(fd, peer, f"has more than {self._max_per_process} connections")
+                why = f"has more than {self._max_per_process} connections"
             elif by_uid[peer.uid] > soft // 2:
-                self._hang_up(fd, peer, f"has more than {soft // 2} connections, with its other processes")
+                why = f"has more than {soft // 2} connections, with its other processes"
+            else:
+                continue
+            if self._hang_up(fd, peer):
+                refused[f"process {peer.pid} of user {peer.uid}, which {why}"] += 1
+        for whom, count in refused.items():
+            log.warning("hung up %d times on %s", count, whom)
 
     def _connections(self) -> Iterator[tuple[int, int, Peer]]:
         """(inode, descriptor, peer) of every connection accepted at our path."""
@@ -70,12 +77,13 @@ class Guard:
             and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         )
 
-    def _hang_up(self, fd: int, peer: Peer, why: str) -> None:
+    def _hang_up(self, fd: int, peer: Peer) -> bool:
         """gRPC sees the end of the connection, and closes the descriptor that is its own."""
         with suppress(OSError), _borrowed(fd) as sock:
             if self._is_ours(sock) and peer_of(sock) == peer:
                 sock.shutdown(socket.SHUT_RDWR)
-                log.warning("hung up on process %d of user %d, which %s", peer.pid, peer.uid, why)
+                return True
+        return False
 
 
 def _descriptors() -> list[int]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from preload.protos import weight_cache_pb2
 
 from . import wire
-from .errors import CacheError, InternalError
+from .errors import BadRequestError, CacheError, InternalError
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +39,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None or not str(handler_call_details.method).startswith(_OUR_METHODS):
             return handler
+        handler = handler._replace(request_deserializer=_lenient(handler.request_deserializer))
         if handler.unary_unary:
             return handler._replace(unary_unary=_guard_unary(handler.unary_unary))
         if handler.unary_stream:
-            return handler._replace(unary_stream=_guard_stream(handler.unary_stream))
+            return handler._replace(unary_stream=_guard_stream(handler.unary_stream, takes_stream=False))
         if handler.stream_stream:
-            return handler._replace(stream_stream=_guard_stream(handler.stream_stream))
+            return handler._replace(stream_stream=_guard_stream(handler.stream_stream, takes_stream=True))
         return handler
 
 
 def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(_checked(request), context)
         except CacheError as error:
             await _abort(context, error)
         except (grpc.aio.AbortError, grpc.RpcError):
@@ -61,10 +64,11 @@ def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_stream(behavior: Callable[..., Any], takes_stream: bool) -> Callable[..., Any]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        responses = behavior(request, context)
+        responses = None
         try:
+            responses = behavior(_checked_stream(request) if takes_stream else _checked(request), context)
             async for response in responses:
                 yield response
         except CacheError as error:
@@ -75,9 +79,40 @@ def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
             log.exception("a request hit a bug")
             await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
         finally:
-            await responses.aclose()
+            if responses is not None:
+                await responses.aclose()
 
     return guarded
+
+
+@dataclass(frozen=True)
+class _Malformed:
+    """In place of a message that is none."""
+
+    why: str
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """grpc.aio takes an exception here for a bug of ours, and tells the client nothing."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return parse
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise BadRequestError(f"the request is not a message of this contract: {request.why}")
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: CacheError) -> NoReturn:

@@ -14,7 +14,6 @@ import time
 from contextlib import aclosing, suppress
 from pathlib import Path
 
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
@@ -26,9 +25,9 @@ from .config import DaemonConfig
 from .doors import Doors
 from .errors import CacheError
 from .generations import Source
+from .grpc_server import make_server
 from .guard import Guard, raise_descriptor_limit
 from .handover import Handover
-from .interceptor import ErrorInterceptor
 from .metrics import Metrics
 from .notify import Notifier, stored_descriptors, watchdog_interval_s
 from .probes import Probes
@@ -42,17 +41,6 @@ _KEEPER_INTERVAL_S = 1.0
 _STOP_GRACE_S = 0.5
 _DOORS_INTERVAL_S = 1.0
 _SERVICE = weight_cache_pb2.DESCRIPTOR.services_by_name["WeightCache"].full_name
-_MAX_RPCS = 8192
-_GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", 1024 * 1024),
-    ("grpc.max_send_message_length", 256 * 1024 * 1024),
-    ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.so_reuseport", 0),
-    # A client that says nothing, or leaves its connection unused, does not keep it.
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 600_000),
-    ("grpc.max_concurrent_streams", 100),
-)
 
 
 def run(config: DaemonConfig, reread: ReadConfig | None = None) -> int:
@@ -87,9 +75,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     doors.allow(config.allow_uids, config.allow_gids)  # what cannot be allowed is found before anything serves
     handover = Handover(str(runtime_dir / HANDOVER_SOCKET), cache.leases, doors)
     health = HealthServicer()
-    server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()], options=_GRPC_OPTIONS, maximum_concurrent_rpcs=_MAX_RPCS
-    )
+    server = make_server()
     service = WeightCacheService(cache, metrics, probes.address, str(runtime_dir / HANDOVER_SOCKET))
     weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

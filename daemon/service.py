@@ -60,6 +60,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
         reports = asyncio.create_task(_read_reports(request_iterator, lease))
         try:
             self._metrics.attached(time.monotonic() - started_s)
+        reports.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may look
             yield self._attached(lease, ticket)
             async for event in _events(lease, until=reports):
                 yield event
@@ -67,6 +68,8 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                     return  # the lease goes on in our successor, which comes the sooner
         finally:
             reports.cancel()
+            if isinstance(failure := reports.exception(), CacheError):
+                raise failure
             self._cache.release(lease)
 
     def _attached(self, lease: Lease, ticket: bytes) -> pb.AttachEvent:

@@ -19,6 +19,12 @@ import pytest
 DEADLINE_S = 60.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz", "attacks on every listening socket (tests/fuzz)")
+    group.addoption("--fuzz-seconds", type=float, default=2.0, help="seconds of each attack (default: 2)")
+    group.addoption("--fuzz-seed", type=int, default=0, help="seed of the attacks (default: another one each time)")
+
+
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
     """The first true value of `condition`; fails the test, naming `what`, when the deadline passes."""
     end_s = time.monotonic() + deadline_s
@@ -53,7 +59,7 @@ class DaemonUnderTest:
 
     @property
     def log(self) -> str:
-        return (self.runtime_dir / "daemon.log").read_text()
+        return (self.runtime_dir / "daemon.log").read_text(errors="replace")
 
     def start(self, wait: bool = True) -> DaemonUnderTest:
         self.runtime_dir.mkdir(parents=True, exist_ok=True)

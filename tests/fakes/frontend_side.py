@@ -42,7 +42,7 @@ class FrontendUnderTest:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        return (self.folder / "log").read_text(errors="replace")
 
     def start(self, wait_ready: bool = True) -> FrontendUnderTest:
         config = {
