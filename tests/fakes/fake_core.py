@@ -66,8 +66,9 @@ class Running:
         if sampling.logprobs:
             top = [token, *(i for i in range(sampling.num_top_logprobs) if i != token)]
             top = top[: sampling.num_top_logprobs]
-            values = [-0.5 - rank for rank in range(len(top))]
-            logprobs = [pb.TokenLogprobs(logprob=-0.5, top_ids=top, top_logprobs=values)]
+            own = -0.5 - TOKEN_SHIFT[0]
+            values = [own - rank for rank in range(len(top))]
+            logprobs = [pb.TokenLogprobs(logprob=own, top_ids=top, top_logprobs=values)]
         return pb.RequestOutput(
             request_id=self.add.request_id, token_ids=[token], logprobs=logprobs, finish_reason=finish
         )
