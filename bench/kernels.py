@@ -13,7 +13,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from preload.engine.layers.weights import Weight
 
 ROWS, COLS = 1536, 768
 TOTAL_BYTES = 128 << 20
@@ -46,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         projections = [ops.projection([Linear(weight)]) for weight in weights]
         for num_tokens in map(int, options.tokens.split(",")):
             x = torch.randn(num_tokens, COLS)
-            native = shortest([lambda p=p: p(x) for p in projections])  # type: ignore[misc]
-            plain = shortest([lambda w=w: product(x, w) for w in weights])  # type: ignore[misc]
+            native = shortest([partial(project, x) for project in projections])
+            plain = shortest([partial(product, x, weight) for weight in weights])
             rate = num_bytes / native
             print(
                 f"{layout:18} {num_tokens:6} {native * 1e6:10.0f} {plain * 1e6:10.0f} {plain / native:6.1f} "
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_weights(layout: str) -> list:  # type: ignore[type-arg]
+def make_weights(layout: str) -> list[Weight]:
     """Weights of random bytes, more than the caches hold."""
     import torch
 

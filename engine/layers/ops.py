@@ -107,10 +107,11 @@ class TorchOps:
 
     def attention(self, heads: Heads) -> Attention:
         kv_size = heads.num_kv_heads * heads.head_dim
-        sizes = (heads.num_heads * heads.head_dim, kv_size, kv_size)
+        sizes = [heads.num_heads * heads.head_dim, kv_size, kv_size]
 
         def attend(qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
-            query, key, value = (part.unflatten(1, (-1, heads.head_dim)) for part in torch.split(qkv, sizes, dim=1))
+            parts: Sequence[Tensor] = torch.split(qkv, sizes, dim=1)
+            query, key, value = (part.reshape(len(part), -1, heads.head_dim) for part in parts)
             write_kv(*cache, apply_rotary(key, *rotation), value, batch.slot_mapping)
             return paged_attention(apply_rotary(query, *rotation), *cache, batch).flatten(1)
 
