@@ -65,7 +65,7 @@ def _measure(daemon: PrivateDaemon, checkpoint: str, model: str) -> dict[str, An
 
 @contextlib.contextmanager
 def _holder(daemon: PrivateDaemon, checkpoint: str, model: str) -> Any:
-    command = [sys.executable, "-m", "preload.bench.holder", daemon.runtime_dir, checkpoint, model]
+    command = [sys.executable, "-P", "-m", "preload.bench.holder", daemon.runtime_dir, checkpoint, model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "attached\n":

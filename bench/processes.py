@@ -29,7 +29,7 @@ class BenchError(Exception):
 
 def preload_command(*words: str) -> list[str]:
     """The command line of `preload`, run by this interpreter."""
-    return [sys.executable, "-m", "preload.cli.main", *words]
+    return [sys.executable, "-P", "-m", "preload.cli.main", *words]
 
 
 def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float = START_DEADLINE_S) -> T:

@@ -28,7 +28,7 @@ from .errors import (
     RetiringError,
     StillLoadingError,
 )
-from .generations import Catalog, Generation, Progress, Rank, Recipe, Source, State, generation_id
+from .generations import Catalog, Generation, Progress, Rank, Recipe, Source, State
 from .leases import Event, Lease, LeaseBook
 from .loads import Loads, VerifyResult
 from .notify import Notifier
@@ -49,6 +49,14 @@ class Selector:
     recipe: Recipe | None = None
     rank: Rank | None = None
     generation_id: str = ""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a load found: these files are no longer those of the generation that was loaded from there."""
+
+    generation_id: str
+    paths: list[str]
 
 
 class WeightCache:
@@ -95,17 +103,25 @@ class WeightCache:
         self.leases.ticket_ttl_s = config.ticket_ttl_s
         self.residency.configured = frozenset(config.models)
 
-    async def load(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
+    async def load(
+        self, source: Source, device: str, evict_lru: bool
+    ) -> AsyncGenerator[Progress | Changed | Generation, None]:
         """Yields progress until the source is resident, and its generation last. Raises CacheError."""
         self._require_serving()
-        require_device(device)
-        await self._disk.require_path(source.path)
+        try:
+            require_device(device)
+            await self._disk.require_path(source.path)
+        except CacheError as error:
+            log.error("load refused: %s", error.message)
+            raise
         if not self.loads.is_loading(source):
-            resident = await self._if_resident(source)
+            async with aclosing(self._if_resident(source)) as looks:
+                async for look in looks:
+                    self._require_serving()
+                    yield look
+                    if isinstance(look, Generation):
+                        return
             self._require_serving()
-            if resident is not None:
-                yield resident
-                return
         async with aclosing(self.loads.join(source, device, evict_lru)) as steps:
             async for step in steps:
                 yield step
@@ -145,43 +161,62 @@ class WeightCache:
             await self._disk.require_path(selector.source.path)
             if self.loads.is_loading(selector.source):
                 raise self._absence(selector.source)
-            generation = await self._resident(selector.source)
-            if generation is None:
-                raise self._absence(selector.source)
+            generation = await self._resident_at(selector.source)
         else:
             generation = self.find(selector)
         return _require_ready(generation)
 
-    async def _if_resident(self, source: Source) -> Generation | None:
+    async def _resident_at(self, source: Source) -> Generation:
+        """The READY generation that a source is proved to hold now. Raises CacheError."""
+        async with aclosing(self._resident(source)) as looks:
+            async for look in looks:
+                if isinstance(look, Generation):
+                    return look
+        raise self._absence(source)
+
+    async def _if_resident(self, source: Source) -> AsyncGenerator[Progress | Changed | Generation, None]:
         """Files that cannot be hashed cannot be loaded either: the load says why, and leaves a FAILED generation."""
         try:
-            return await self._resident(source)
+            async with aclosing(self._resident(source)) as looks:
+                async for look in looks:
+                    yield look
+        except CheckpointChangedError as error:
+            log.info("loading anew: %s", error.message)
+            yield Changed(error.fields["generation"], error.fields["paths"].split("\n"))
         except CacheError as error:
             log.info("loading anew: %s", error.message)
-            return None
 
-    async def _resident(self, source: Source) -> Generation | None:
-        """The READY generation that holds what is on disk at the source now, proved by receipts or by hashing.
+    async def _resident(self, source: Source) -> AsyncGenerator[Progress | Generation, None]:
+        """The READY generation that holds what is on disk at the source now, proved by receipts or by hashing; yields
+        the progress of that, and nothing last if there is no such generation.
 
         Raises CheckpointChangedError if the source was bound to one, and holds something else now that is not
         resident."""
         bound = self.catalog.bound(source)
         if bound is not None and bound[0].state is State.READY:
             generation, known = bound
-            stale = await self._disk.stale(source.path, known)
-            if not stale:
-                return generation
-            log.info("receipts of %s no longer hold (%s): hashing again", source.path, ", ".join(stale))
-        elif not self.catalog.might_hold(source):
-            return None
-        digest, resolved_recipe, seen = await self.loads.digest(source)
-        found = self.catalog.twin(generation_id(digest, resolved_recipe), source.rank)
+            unproved = await self._disk.stale(source.path, known) or receipts.blind(known)
+            if not unproved:
+                yield generation
+                return
+            log.info("receipts of %s prove nothing now (%s): hashing again", source.path, ", ".join(unproved))
+        digested = None
+        async with aclosing(self.loads.digest(source, self.catalog.outlines(source))) as steps:
+            async for step in steps:
+                if isinstance(step, Progress):
+                    yield step
+                else:
+                    digested = step
+        if digested is None:
+            return
+        found = self.catalog.twin(digested.generation_id, source.rank)
         if found is not None:
-            self.residency.bind(source, found, seen)
-            return found
+            self.residency.bind(source, found, digested.receipts)
+            yield found
+            return
         if bound is None or bound[0].state is not State.READY:
-            return None
-        paths = receipts.changed(bound[1], seen)
+            return
+        paths = receipts.changed(bound[1], digested.receipts)
         raise CheckpointChangedError(
             f"{', '.join(paths)} changed on disk since generation {bound[0].id[:12]} was loaded; load the "
             "checkpoint again, or restore the file",
@@ -260,6 +295,11 @@ class WeightCache:
         self.residency.fail(generation, failure)
         return failure
 
+    def note_failure(self, source: Source, failure: CacheError) -> None:
+        """Keeps why a model of the configuration was not even begun, where every other failure is kept as well."""
+        if self.catalog.attempt(source) is None and not self.draining:
+            self.residency.fail(self.catalog.begin(source, "host"), failure)
+
     def missing_sources(self) -> list[Source]:
         """Models of the configuration whose generation is not READY."""
         bound = {source: self.catalog.bound(source) for source in self.config.models}
@@ -292,11 +332,11 @@ def _require_ready(generation: Generation) -> Generation:
         case State.READY:
             return generation
         case State.LOADING:
-            raise StillLoadingError(f"generation #{generation.serial} is still loading")
+            raise StillLoadingError(f"generation {generation.name} is still loading")
         case State.RETIRING:
             raise RetiringError(f"generation {generation.id[:12]} is retiring; load it anew")
         case State.FAILED:
-            raise _load_failed(generation, generation.id[:12] or f"#{generation.serial}")
+            raise _load_failed(generation, generation.name)
 
 
 def _load_failed(generation: Generation, name: str) -> LoadFailedError:

@@ -6,10 +6,12 @@ it neither allocates nor frees.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from pathlib import Path
 
-from .errors import BadRequestError, NoMemoryError
+from .errors import BadRequestError, CacheError, InternalError, NoMemoryError, TooManyError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -23,17 +25,17 @@ def parse_limit(text: str, physical_bytes: int) -> int:
         if value.endswith("%"):
             share = float(value[:-1])
             if not 0 < share <= 100:
-                raise ValueError("a share lies between 0 and 100")
+                raise BadRequestError(f"memory limit {text!r}: a share lies between 0 and 100 %")
             return int(physical_bytes * share / 100)
         number = value.upper().removesuffix("IB").removesuffix("B")
         unit = number[-1:] if number[-1:] in ("K", "M", "G", "T") else ""
         result = int(float(number.removesuffix(unit)) * _UNITS[unit])
-        if result <= 0:
-            raise ValueError("a limit is positive")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise BadRequestError(
             f"memory limit {text!r} is neither a share such as 80% nor a size such as 64G"
         ) from error
+    if result <= 0:
+        raise BadRequestError(f"memory limit {text!r}: a size is positive")
     return result
 
 
@@ -77,6 +79,28 @@ def control_group_headroom_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc
                 headroom = min(headroom, int(limit) - used + int(stat.get("inactive_file", 0)))
             folder = folder.parent
     return headroom
+
+
+def refusal(error: OSError, what: str) -> CacheError:
+    """The error for something that the system did not give us, naming the limit that was met."""
+    match error.errno:
+        case errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return TooManyError(
+                f"cannot create {what}: the daemon has as many open descriptors as its limit allows, {limit}; raise "
+                "it (ulimit -n, LimitNOFILE=) or evict generations"
+            )
+        case errno.ENFILE:
+            return TooManyError(f"cannot create {what}: the host has as many open files as fs.file-max allows")
+        case errno.EAGAIN:
+            return TooManyError(
+                f"cannot create {what}: a limit on processes is reached (ulimit -u, TasksMax=, kernel.pid_max)"
+            )
+        case errno.ENOMEM | errno.ENOSPC:
+            return NoMemoryError(f"cannot create {what}: the kernel has no memory for it ({error.strerror})")
+        case errno.EFBIG:
+            return BadRequestError(f"cannot create {what}: it is larger than the system lets a file be")
+    return InternalError(f"cannot create {what}: {error}")
 
 
 class Ledger:

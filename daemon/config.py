@@ -52,7 +52,7 @@ class DaemonConfig:
     )
     models: tuple[Source, ...] = field(default=(), metadata={"cli": False})
     loader_command: tuple[str, ...] = field(
-        default=(sys.executable, "-m", "preload.engine.loading.loader"), metadata={"cli": False}
+        default=(sys.executable, "-P", "-m", "preload.engine.loading.loader"), metadata={"cli": False}
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -52,7 +53,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof of what was read from one file. Times in nanoseconds."""
+    """Proof of what was read from one file, or of the names in a folder. Times in nanoseconds. The digest is empty if
+    the content was not read."""
 
     path: str
     device: int
@@ -61,6 +63,8 @@ class Receipt:
     mtime_ns: int
     ctime_ns: int
     content_digest: bytes
+    stat_blind: bool = False
+    """A stat does not show every write: only the content proves the content."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Manifest:
     resolved_recipe: str
     segment_bytes: tuple[int, ...]
     num_tensors: int
+    outline: bytes = b""
+    """Of the checkpoint's headers and the recipe; empty if its loader wrote none."""
 
 
 @dataclass(eq=False)
@@ -119,6 +125,13 @@ class Generation:
     lingering_bytes: int = 0
     """Of a FAILED generation that holders still map: no longer ours to free, and not free yet."""
     key: str = field(default_factory=lambda: secrets.token_hex(6))
+    since_s: float = field(default_factory=time.monotonic)
+    """When it came into its state, in this life of the daemon."""
+
+    @property
+    def name(self) -> str:
+        """What people call it, and every command takes: the start of its id, or @ and its serial before it has one."""
+        return self.id[:12] or f"@{self.serial}"
 
     @property
     def resident_bytes(self) -> int:
@@ -129,13 +142,17 @@ class Generation:
         assert self.state is State.LOADING
         self.id = generation_id(manifest.checkpoint_digest, manifest.resolved_recipe)
         self.manifest, self.segments, self.load_phases = manifest, segments, phases
-        self.state = State.READY
+        self.enter(State.READY)
 
     def fail(self, failure: CacheError) -> int:
         """→ FAILED(reason). Returns the bytes whose last reference of ours is gone."""
         self.failure = failure
-        self.state = State.FAILED
+        self.enter(State.FAILED)
         return self.free()
+
+    def enter(self, state: State) -> None:
+        self.state = state
+        self.since_s = time.monotonic()
 
     def free(self) -> int:
         """Closes our descriptors; processes that map the segments keep them. Returns the bytes let go."""
@@ -230,7 +247,9 @@ class Catalog:
 
     def by_id(self, prefix: str, rank: Rank | None = None) -> Generation:
         """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none. Without a rank,
-        the generation must have one only."""
+        the generation must have one only. A serial, as in "@7", names exactly one."""
+        if prefix.startswith("@"):
+            return self._by_serial(prefix)
         if len(prefix) < MIN_ID_PREFIX:
             raise BadRequestError(f"generation id {prefix!r} is shorter than {MIN_ID_PREFIX} digits")
         found = [g for g in self if g.id.startswith(prefix) and rank in (None, g.rank)]
@@ -241,6 +260,15 @@ class Catalog:
             which = ", ".join(f"{g.id} ({g.rank.role})" for g in live)
             raise BadRequestError(f"generation id {prefix} is ambiguous: {which}")
         return live[-1]
+
+    def _by_serial(self, name: str) -> Generation:
+        digits = name[1:]
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
+            raise BadRequestError(f"{name!r} is no name of a generation; a serial is @ and a number")
+        found = self._generations.get(int(digits))
+        if found is None:
+            raise NotResidentError(f"no generation {name} in this life of the daemon", {"generation": name})
+        return found
 
     def by_digest(self, digest: str, recipe: Recipe, rank: Rank) -> Generation:
         """Raises NotResidentError if no generation was made from this content by this recipe, BadRequestError if
@@ -264,15 +292,17 @@ class Catalog:
             )
         return live[-1]
 
-    def might_hold(self, source: Source) -> bool:
-        """Whether some READY generation could turn out to be this source's content."""
+    def outlines(self, source: Source) -> frozenset[bytes]:
+        """Outlines of the READY generations that could turn out to be this source's content; empty if none could."""
         wanted = source.recipe
-        return any(
-            g.state is State.READY
+        return frozenset(
+            g.manifest.outline
+            for g in self
+            if g.manifest is not None
+            and g.state is State.READY
             and g.rank == source.rank
             and (g.recipe.quantization, g.recipe.compute_dtype, g.recipe.layout_version)
             == (wanted.quantization, wanted.compute_dtype, wanted.layout_version)
-            for g in self
         )
 
     def touch(self, generation: Generation) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+from google.protobuf.message import DecodeError
 
 from preload.protos import loader_pb2 as pb
 
-from .errors import LoaderDiedError
+from .capacity import refusal
+from .errors import InternalError, LoaderDiedError
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +45,11 @@ class LoaderProcess:
     async def start(command: Sequence[str], job: pb.Job, fds: Sequence[int] = ()) -> LoaderProcess:
         """Starts `command --control-fd N` and sends it the job, with descriptors if it needs any.
 
-        Raises OSError if the command cannot be started."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        Raises CacheError if the command cannot be started."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise refusal(error, "a socket to a loader") from error
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -53,6 +60,9 @@ class LoaderProcess:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
             )
+        except OSError as error:
+            ours.close()
+            raise refusal(error, "a loader process") from error
         except BaseException:
             ours.close()
             raise
@@ -76,21 +86,26 @@ class LoaderProcess:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._socket, [message.SerializeToString()], list(fds))
 
-    async def updates(self) -> AsyncIterator[tuple[pb.Update, list[int]]]:
-        """Messages with the descriptors that came with them, which the caller closes; ends with the socket."""
+    async def updates(self) -> AsyncGenerator[tuple[pb.Update, list[int]]]:
+        """Messages with the descriptors that came with them, which stay open until the next one is asked for; ends
+        with the socket. Raises InternalError on a packet that is none of the protocol's."""
         while True:
             await self._readable()
             try:
-                data, fds, _, _ = socket.recv_fds(
+                data, fds, flags, _ = socket.recv_fds(
                     self._socket, MAX_PACKET_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except (BlockingIOError, InterruptedError):
                 continue
             except ConnectionResetError:
                 return
-            if not data:
-                return
-            yield pb.Update.FromString(data), fds
+            try:
+                if not data:
+                    return
+                yield _parse(data, flags), fds
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -135,6 +150,17 @@ class LoaderProcess:
             await self._process.wait()
         self._socket.close()
         await self._stderr_reader
+
+
+def _parse(data: bytes, flags: int) -> pb.Update:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise InternalError(
+            f"the loader sent a packet of more than {MAX_PACKET_BYTES} bytes or {_MAX_DESCRIPTORS} descriptors"
+        )
+    try:
+        return pb.Update.FromString(data)
+    except DecodeError as error:
+        raise InternalError(f"the loader sent a packet that is not readable: {error}") from error
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:

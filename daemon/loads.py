@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from preload.protos import loader_pb2 as pb
 
 from . import wire
-from .capacity import Ledger, check_kernel_has
+from .capacity import Ledger, check_kernel_has, refusal
 from .config import DaemonConfig
-from .errors import BadRequestError, CacheError, EvictedError, InternalError, NoMemoryError, TooManyError
-from .generations import Catalog, Generation, Phase, Progress, Receipt, Source
+from .errors import BadRequestError, CacheError, EvictedError, InternalError, TooManyError
+from .generations import Catalog, Generation, Phase, Progress, Receipt, Source, generation_id
 from .loader_process import LoaderProcess
 from .residency import Residency
 from .segments.host import HostSegment, all_closed
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _MAX_SEGMENTS = 128
 _MAX_TABLE_BYTES = 256 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.05
+_MAX_OUTLINES = 512
+"""In a job, which is one packet; with more than that, nothing is ruled out beforehand."""
 _MAX_QUEUED = 64
 """Jobs of loaders, those that run included: loads, digests and verifications."""
 
@@ -67,11 +69,21 @@ class _Load:
     phases: list[Phase] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Digested:
+    """What is on disk at a source: the generation that it would be, or "" if its headers tell that it is not resident
+    (receipts of weights have no content digest then)."""
+
+    generation_id: str
+    receipts: list[Receipt]
+
+
 @dataclass(eq=False)
 class _Digest:
     """One loader that hashes a source's files for as many callers as wait for it."""
 
-    task: asyncio.Task[tuple[str, str, list[Receipt]]]
+    task: asyncio.Task[Digested] = field(init=False)
+    progress: Progress = field(default_factory=lambda: Progress("digest"))
     num_callers: int = 0
 
 
@@ -86,7 +98,7 @@ class Loads:
         self._kernel_cache_dir = os.path.join(config.runtime_dir, "kernels")
         self.num_threads = config.loader_threads
         self._loads: dict[Source, _Load] = {}
-        self._digests: dict[Source, _Digest] = {}
+        self._digests: dict[tuple[Source, frozenset[bytes]], _Digest] = {}
         self._loaders = asyncio.Semaphore(config.max_loaders)
         self._num_verifying = 0
 
@@ -178,11 +190,12 @@ class Loads:
         job.kernel_cache_dir = self._kernel_cache_dir
         loader = await LoaderProcess.start(self._loader_command, job)
         try:
-            async for update, fds in loader.updates():
-                if update.WhichOneof("update") == "plan" and load.evict_lru:
-                    self._residency.make_room(sum(update.plan.segment_bytes))
-                    await all_closed()
-                self._on_update(load, loader, update, fds)
+            async with aclosing(loader.updates()) as updates:
+                async for update, fds in updates:
+                    if update.WhichOneof("update") == "plan" and load.evict_lru:
+                        self._residency.make_room(sum(update.plan.segment_bytes))
+                        await all_closed()
+                    self._on_update(load, loader, update, fds)
             if load.tables is None:
                 raise await loader.death()
             # Its writable mappings end with the process: only then is the memory nobody's to write.
@@ -218,11 +231,11 @@ class Loads:
         load.reserved_bytes = total
         check_kernel_has(total, promised_bytes=sum(other.unfilled_bytes for other in self._loads.values()) - total)
         for index, size in enumerate(segment_bytes):
-            name = f"{os.path.basename(load.source.path)}:{index}"[:200]
             try:
-                load.segments.append(HostSegment.allocate(size, name))
+                segment = HostSegment.allocate(size, f"{index}:{os.path.basename(load.source.path)}")
             except OSError as error:
-                raise NoMemoryError(f"cannot create a segment of {size:,} bytes: {error}") from error
+                raise refusal(error, f"a segment of {size:,} bytes") from error
+            load.segments.append(segment)
 
     def _commit(self, load: _Load) -> Generation:
         """LOADING → READY in one turn of the event loop, or → the generation that already holds this."""
@@ -236,37 +249,49 @@ class Loads:
         self._ledger.commit(reserved)
         return self._residency.commit(load.generation, load.source, manifest, segments, load.phases, receipts)
 
-    async def digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
-        """Re-reads the files of a source: (checkpoint digest, resolved recipe, receipts). Shared by callers;
-        ended with the last of them. Raises CacheError."""
-        digest = self._digests.get(source)
+    async def digest(self, source: Source, outlines: frozenset[bytes]) -> AsyncGenerator[Progress | Digested, None]:
+        """Looks at the files of a source, and hashes them if their outline is among these; yields progress, and the
+        result last. None at all if there are no outlines. Shared by callers; ended with the last of them.
+
+        Raises CacheError."""
+        if not outlines:
+            return
+        key = (source, outlines)
+        digest = self._digests.get(key)
         if digest is None:
             self._require_room()
-            digest = self._digests[source] = _Digest(asyncio.create_task(self._run_digest(source)))
+            digest = self._digests[key] = _Digest()
+            digest.task = asyncio.create_task(self._run_digest(digest, source, outlines))
             digest.task.add_done_callback(lambda done: done.cancelled() or done.exception())
         digest.num_callers += 1
         try:
-            return await asyncio.shield(digest.task)
+            while not digest.task.done():
+                yield digest.progress
+                await asyncio.wait({digest.task}, timeout=_PROGRESS_INTERVAL_S)
+            yield digest.task.result()
         finally:
             digest.num_callers -= 1
             if digest.num_callers == 0:
                 digest.task.cancel()
-                if self._digests.get(source) is digest:
-                    del self._digests[source]
+                if self._digests.get(key) is digest:
+                    del self._digests[key]
 
-    async def _run_digest(self, source: Source) -> tuple[str, str, list[Receipt]]:
+    async def _run_digest(self, digest: _Digest, source: Source, outlines: frozenset[bytes]) -> Digested:
+        job = wire.job(pb.MODE_DIGEST, source, self.num_threads)
+        if b"" not in outlines and len(outlines) <= _MAX_OUTLINES:
+            job.outlines.extend(sorted(outlines))
         async with self._loaders:
-            job = wire.job(pb.MODE_DIGEST, source, self.num_threads)
             loader = await LoaderProcess.start(self._loader_command, job)
             try:
-                async for update, fds in loader.updates():
-                    match update.WhichOneof("update"):
-                        case "digested":
-                            (table,) = _read_tables(fds, 1)
-                            digested = update.digested
-                            return digested.checkpoint_digest, digested.resolved_recipe, wire.receipts(table)
-                        case "failed":
-                            raise wire.error(update.failed)
+                async with aclosing(loader.updates()) as updates:
+                    async for update, fds in updates:
+                        match update.WhichOneof("update"):
+                            case "progress":
+                                digest.progress = wire.progress(update.progress)
+                            case "digested":
+                                return _digested(update.digested, fds)
+                            case "failed":
+                                raise wire.error(update.failed)
                 raise await loader.death()
             finally:
                 await loader.stop()
@@ -296,30 +321,33 @@ class Loads:
         finally:
             os.close(table)
         try:
-            async for update, _ in loader.updates():
-                match update.WhichOneof("update"):
-                    case "progress":
-                        yield wire.progress(update.progress)
-                    case "verified":
-                        found = update.verified
-                        yield VerifyResult(found.num_tensors, found.num_bytes, list(found.corrupted))
-                        return
-                    case "failed":
-                        raise wire.error(update.failed)
+            async with aclosing(loader.updates()) as updates:
+                async for update, _ in updates:
+                    match update.WhichOneof("update"):
+                        case "progress":
+                            yield wire.progress(update.progress)
+                        case "verified":
+                            found = update.verified
+                            yield VerifyResult(found.num_tensors, found.num_bytes, list(found.corrupted))
+                            return
+                        case "failed":
+                            raise wire.error(update.failed)
             raise await loader.death()
         finally:
             await loader.stop()
 
 
+def _digested(message: pb.Digested, fds: list[int]) -> Digested:
+    (table,) = _read_tables(fds, 1)
+    identity = generation_id(message.checkpoint_digest, message.resolved_recipe) if message.matches else ""
+    return Digested(identity, wire.receipts(table))
+
+
 def _read_tables(fds: list[int], expected: int) -> list[bytes]:
-    """Contents of the memfds that came with a message; closes them. Raises InternalError."""
-    try:
-        if len(fds) != expected:
-            raise InternalError(f"the loader sent {len(fds)} tables instead of {expected}")
-        sizes = [os.fstat(fd).st_size for fd in fds]
-        if max(sizes) > _MAX_TABLE_BYTES:
-            raise InternalError(f"the loader sent a table of {max(sizes):,} bytes")
-        return [os.pread(fd, size, 0) for fd, size in zip(fds, sizes, strict=True)]
-    finally:
-        for fd in fds:
-            os.close(fd)
+    """Contents of the memfds that came with a message. Raises InternalError."""
+    if len(fds) != expected:
+        raise InternalError(f"the loader sent {len(fds)} tables instead of {expected}")
+    sizes = [os.fstat(fd).st_size for fd in fds]
+    if max(sizes) > _MAX_TABLE_BYTES:
+        raise InternalError(f"the loader sent a table of {max(sizes):,} bytes")
+    return [os.pread(fd, size, 0) for fd, size in zip(fds, sizes, strict=True)]

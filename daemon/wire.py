@@ -103,6 +103,7 @@ def receipt(message: pb.Receipt) -> Receipt:
         mtime_ns=message.mtime_ns,
         ctime_ns=message.ctime_ns,
         content_digest=message.content_digest,
+        stat_blind=message.stat_blind,
     )
 
 
@@ -115,6 +116,7 @@ def receipt_message(value: Receipt) -> pb.Receipt:
         mtime_ns=value.mtime_ns,
         ctime_ns=value.ctime_ns,
         content_digest=value.content_digest,
+        stat_blind=value.stat_blind,
     )
 
 
@@ -139,6 +141,7 @@ def manifest(serialized: bytes, segment_bytes: Sequence[int]) -> Manifest:
         message.resolved_recipe,
         tuple(segment_bytes),
         len(message.tensors),
+        message.outline,
     )
 
 
@@ -209,6 +212,7 @@ def generation_message(value: Generation, sources: Sequence[Source], leases: Seq
         progress=progress_message(value.progress) if value.state is State.LOADING else None,
         load_phases=phase_messages(value.load_phases),
         num_attaches=value.num_attaches,
+        age_ms=int((now - value.since_s) * 1000),
         leases=[
             pb.Lease(
                 id=lease.id,

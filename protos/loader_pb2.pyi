@@ -5,7 +5,7 @@ Daemon ↔ loader, over one SOCK_SEQPACKET pair that the loader inherits. Every 
 most 64 KiB; larger things travel as memfds attached with SCM_RIGHTS. No service: it is a private pipe.
 
   load:    Job → Plan, Grant (+ segment fds) → Progress … → Committed (+ manifest fd), exit 0
-  digest:  Job → Progress … → Digested, exit 0                 re-hashes files, maps nothing
+  digest:  Job → Progress … → Digested, exit 0                 re-hashes files if need be, maps nothing
   verify:  Job (+ manifest fd, segment fds) → Progress … → Verified, exit 0
   any:     … → Failed, exit 1. No last message: the process died.
 """
@@ -55,6 +55,7 @@ class Job(_message.Message):
     SPAWNED_AT_NS_FIELD_NUMBER: _builtins.int
     NUM_THREADS_FIELD_NUMBER: _builtins.int
     KERNEL_CACHE_DIR_FIELD_NUMBER: _builtins.int
+    OUTLINES_FIELD_NUMBER: _builtins.int
     mode: Global___Mode.ValueType
     checkpoint_path: _builtins.str
     spawned_at_ns: _builtins.int
@@ -66,6 +67,10 @@ class Job(_message.Message):
     def recipe(self) -> _weight_cache_pb2.Recipe: ...
     @_builtins.property
     def rank(self) -> _weight_cache_pb2.Rank: ...
+    @_builtins.property
+    def outlines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digest only: outlines of what is resident. Files of another outline are not hashed. Empty: hash in any case."""
+
     def __init__(
         self,
         *,
@@ -76,10 +81,11 @@ class Job(_message.Message):
         spawned_at_ns: _builtins.int = ...,
         num_threads: _builtins.int = ...,
         kernel_cache_dir: _builtins.str = ...,
+        outlines: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "outlines", b"outlines", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -215,23 +221,27 @@ Global___Receipts: _TypeAlias = Receipts  # noqa: Y015
 
 @_typing.final
 class Digested(_message.Message):
-    """Receipts come as one memfd: a serialized Receipts."""
+    """Receipts come as one memfd: a serialized Receipts. Those of weights have no content digest if it does not match."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     RESOLVED_RECIPE_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
     checkpoint_digest: _builtins.str
     resolved_recipe: _builtins.str
+    matches: _builtins.bool
+    """false: the outline is none of the job's, so nothing was hashed and there is no digest"""
     def __init__(
         self,
         *,
         checkpoint_digest: _builtins.str = ...,
         resolved_recipe: _builtins.str = ...,
+        matches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_digest", b"checkpoint_digest", "resolved_recipe", b"resolved_recipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_digest", b"checkpoint_digest", "matches", b"matches", "resolved_recipe", b"resolved_recipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

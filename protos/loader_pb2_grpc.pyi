@@ -5,7 +5,7 @@ Daemon ↔ loader, over one SOCK_SEQPACKET pair that the loader inherits. Every 
 most 64 KiB; larger things travel as memfds attached with SCM_RIGHTS. No service: it is a private pipe.
 
   load:    Job → Plan, Grant (+ segment fds) → Progress … → Committed (+ manifest fd), exit 0
-  digest:  Job → Progress … → Digested, exit 0                 re-hashes files, maps nothing
+  digest:  Job → Progress … → Digested, exit 0                 re-hashes files if need be, maps nothing
   verify:  Job (+ manifest fd, segment fds) → Progress … → Verified, exit 0
   any:     … → Failed, exit 1. No last message: the process died.
 """

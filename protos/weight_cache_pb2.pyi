@@ -250,7 +250,7 @@ Global___Rank: _TypeAlias = Rank  # noqa: Y015
 @_typing.final
 class Selector(_message.Message):
     """Names a generation: by checkpoint path, by content digest, or by its id (a unique prefix of 8 or more
-    hexadecimal digits will do). `recipe` counts for the first two.
+    hexadecimal digits will do, and so will "@" and its serial). `recipe` counts for the first two.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -326,25 +326,56 @@ class LoadEvent(_message.Message):
 
     PROGRESS_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
     def loaded(self) -> Global___Generation: ...
+    @_builtins.property
+    def changed(self) -> Global___Changed:
+        """at most once: it is loaded anew"""
+
     def __init__(
         self,
         *,
         progress: Global___Progress | None = ...,
         loaded: Global___Generation | None = ...,
+        changed: Global___Changed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "loaded", b"loaded", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "loaded", b"loaded", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "loaded", b"loaded", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "loaded"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "loaded", "changed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___LoadEvent: _TypeAlias = LoadEvent  # noqa: Y015
+
+@_typing.final
+class Changed(_message.Message):
+    """Files that differ from what they were when this generation was loaded from them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_ID_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    generation_id: _builtins.str
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        generation_id: _builtins.str = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_id", b"generation_id", "paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Changed: _TypeAlias = Changed  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
@@ -713,12 +744,17 @@ class Manifest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """1"""
     checkpoint_digest: _builtins.str
     resolved_recipe: _builtins.str
     """Canonical JSON of the recipe as resolved: model family, its ModelSpec, quantization, compute dtype,
     layout version. With checkpoint_digest it makes the generation id.
+    """
+    outline: _builtins.bytes
+    """BLAKE3 of the stored tensors' names, dtypes and shapes and of resolved_recipe: checkpoints with other outlines
+    are other generations. Not part of the identity; empty if an older loader wrote it.
     """
     @_builtins.property
     def rank(self) -> Global___Rank: ...
@@ -735,10 +771,11 @@ class Manifest(_message.Message):
         rank: Global___Rank | None = ...,
         segment_bytes: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        outline: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_digest", b"checkpoint_digest", "format_version", b"format_version", "rank", b"rank", "resolved_recipe", b"resolved_recipe", "segment_bytes", b"segment_bytes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_digest", b"checkpoint_digest", "format_version", b"format_version", "outline", b"outline", "rank", b"rank", "resolved_recipe", b"resolved_recipe", "segment_bytes", b"segment_bytes", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,7 +783,7 @@ Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """Proof of what was read from one file. Times in nanoseconds."""
+    """Proof of what was read from one file, or of the names in a folder. Times in nanoseconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -757,6 +794,7 @@ class Receipt(_message.Message):
     MTIME_NS_FIELD_NUMBER: _builtins.int
     CTIME_NS_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    STAT_BLIND_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """absolute; stat follows symbolic links"""
     device: _builtins.int
@@ -765,6 +803,8 @@ class Receipt(_message.Message):
     mtime_ns: _builtins.int
     ctime_ns: _builtins.int
     content_digest: _builtins.bytes
+    stat_blind: _builtins.bool
+    """the file lies in memory, where a stat shows no write through a mapping: only a hash proves it"""
     def __init__(
         self,
         *,
@@ -775,10 +815,11 @@ class Receipt(_message.Message):
         mtime_ns: _builtins.int = ...,
         ctime_ns: _builtins.int = ...,
         content_digest: _builtins.bytes = ...,
+        stat_blind: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "ctime_ns", b"ctime_ns", "device", b"device", "inode", b"inode", "mtime_ns", b"mtime_ns", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "ctime_ns", b"ctime_ns", "device", b"device", "inode", b"inode", "mtime_ns", b"mtime_ns", "path", b"path", "size_bytes", b"size_bytes", "stat_blind", b"stat_blind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -805,6 +846,7 @@ class Generation(_message.Message):
     NUM_ATTACHES_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     SERIAL_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """empty until committed"""
     state: Global___GenerationState.ValueType
@@ -817,6 +859,8 @@ class Generation(_message.Message):
     num_attaches: _builtins.int
     serial: _builtins.int
     """unique in this daemon's life, also for generations without an id"""
+    age_ms: _builtins.int
+    """in its state, as far back as this daemon's life"""
     @_builtins.property
     def failure(self) -> Global___ErrorInfo:
         """set when FAILED"""
@@ -855,10 +899,11 @@ class Generation(_message.Message):
         num_attaches: _builtins.int = ...,
         leases: _abc.Iterable[Global___Lease] | None = ...,
         serial: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "progress", b"progress", "rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_digest", b"checkpoint_digest", "checkpoint_paths", b"checkpoint_paths", "device", b"device", "failure", b"failure", "id", b"id", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "num_segments", b"num_segments", "num_tensors", b"num_tensors", "progress", b"progress", "rank", b"rank", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "resolved_recipe", b"resolved_recipe", "serial", b"serial", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "checkpoint_digest", b"checkpoint_digest", "checkpoint_paths", b"checkpoint_paths", "device", b"device", "failure", b"failure", "id", b"id", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "num_segments", b"num_segments", "num_tensors", b"num_tensors", "progress", b"progress", "rank", b"rank", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "resolved_recipe", b"resolved_recipe", "serial", b"serial", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1140,6 +1185,7 @@ class Verified(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     num_tensors: _builtins.int
+    """as in Generation: those that are another's alias are hashed with that one"""
     num_bytes: _builtins.int
     def __init__(
         self,

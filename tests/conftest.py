@@ -49,7 +49,7 @@ class DaemonUnderTest:
 
     runtime_dir: Path
     options: list[str] = field(default_factory=list)
-    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "preload.cli.main", "daemon"])
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "preload.cli.main", "daemon"])
     process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -12,6 +12,7 @@ import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+_MAX_NAME_BYTES = 249
 _closer = ThreadPoolExecutor(1, thread_name_prefix="preload-free")
 _LAYOUT_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -39,10 +40,12 @@ class HostSegment:
 
     @staticmethod
     def allocate(size_bytes: int, name: str) -> HostSegment:
-        """Reserves address space only; pages are charged to whoever touches them first, the loader.
+        """Reserves address space only; pages are charged to whoever touches them first, the loader. The name is for
+        whoever looks at /proc, and is cut to what the kernel takes.
 
-        Raises OSError (EMFILE, ENOMEM, EINVAL)."""
-        fd = os.memfd_create(f"preload:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        Raises OSError (EMFILE, ENFILE, ENOMEM, EFBIG)."""
+        label = f"preload:{name}".encode(errors="replace").replace(b"\0", b"?")[:_MAX_NAME_BYTES]
+        fd = os.memfd_create(os.fsdecode(label), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _LAYOUT_SEALS)

@@ -18,13 +18,14 @@ from typing import Any
 from preload.engine.errors import CheckpointError, CheckpointNotFoundError
 
 from . import gguf_reader, safetensors_reader
-from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, TensorInfo, fault, unreadable
+from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, CheckpointFolder, TensorInfo, fault
 from .strict_json import read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_LAYOUT_SUFFIXES = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -45,6 +46,7 @@ class Checkpoint:
     format: str  # "safetensors" or "gguf"
     weights: list[WeightsFile] = field(default_factory=list)
     documents: list[tuple[CheckpointFile, bytes]] = field(default_factory=list)  # index, configuration
+    folder: CheckpointFolder | None = None  # if the path leads to one
     config: dict[str, Any] | None = None  # of safetensors
     metadata: Mapping[str, Any] = field(default_factory=dict)  # of GGUF
 
@@ -76,19 +78,9 @@ def open_checkpoint(path: str, *, with_config: bool = True) -> Checkpoint:
     `with_config=False` leaves config.json unread, for weights that are wanted as they are.
     """
     path = os.path.abspath(path)
-    try:
-        mode_is_folder = os.path.isdir(path)
-        names = sorted(os.listdir(path)) if mode_is_folder else []
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not mode_is_folder:
-        checkpoint = _open_file(path)
-    elif SINGLE_NAME in names:
-        checkpoint = _open_safetensors(path, [os.path.join(path, SINGLE_NAME)])
-    elif INDEX_NAME in names:
-        checkpoint = _open_sharded(path)
-    else:
-        checkpoint = _open_unnamed(path, names)
+    folder = CheckpointFolder(path) if os.path.isdir(path) else None
+    checkpoint = _open_file(path) if folder is None else _open_folder(path, layout_names(folder))
+    checkpoint.folder = folder
     if with_config and checkpoint.format == "safetensors":
         checkpoint.config = _read_config(checkpoint)
     if not checkpoint.tensors:
@@ -110,6 +102,32 @@ def _open_file(path: str) -> Checkpoint:
         raise fault(path, "is not a file of weights; name its folder")
     file.close()
     return _open_safetensors(path, [path])
+
+
+def layout_names(folder: CheckpointFolder) -> list[str]:
+    """The names that decide what the folder is a checkpoint of, sorted. Raises CheckpointError for one that cannot be
+    written down."""
+    names = [n for n in folder.names if n.endswith(_LAYOUT_SUFFIXES) or n in (INDEX_NAME, CONFIG_NAME)]
+    for name in names:
+        if not _is_unicode(name):
+            raise fault(folder.path, f"holds the file {name!r}, whose name is not UTF-8; rename it")
+    return names
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _open_folder(path: str, names: list[str]) -> Checkpoint:
+    if SINGLE_NAME in names:
+        return _open_safetensors(path, [os.path.join(path, SINGLE_NAME)])
+    if INDEX_NAME in names:
+        return _open_sharded(path)
+    return _open_unnamed(path, names)
 
 
 def _open_unnamed(path: str, names: list[str]) -> Checkpoint:

@@ -1,7 +1,7 @@
 """The loader's end of the pipe to the daemon: protobuf packets, with descriptors attached.
 
-Owns framing, size limits and memfds. A closed socket means that the daemon is gone or no longer interested:
-`DaemonGoneError`, upon which the loader ends at once.
+Owns framing, size limits and memfds: whatever a file makes an error say, its packet has less than 64 KiB. A closed
+socket means that the daemon is gone or no longer interested: `DaemonGoneError`, upon which the loader ends at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import os
 import socket
 from collections.abc import Sequence
 
-from preload.engine.errors import RequestError
+from preload.engine.errors import PreloadError, RequestError
 from preload.protos import loader_pb2, weight_cache_pb2
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_FDS = 253  # the kernel's limit for one message
-MAX_MESSAGE_CHARACTERS = 8000
+MAX_MESSAGE_BYTES = 16 << 10
+MAX_FIELDS = 8
+MAX_FIELD_BYTES = 1 << 10
 
 
 class DaemonGoneError(Exception):
@@ -54,9 +56,16 @@ class Control:
         progress = weight_cache_pb2.Progress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
         self.send(loader_pb2.Update(progress=progress))
 
-    def fail(self, error: weight_cache_pb2.ErrorInfo) -> None:
-        error.message = error.message[:MAX_MESSAGE_CHARACTERS]
-        self.send(loader_pb2.Update(failed=error))
+    def fail(self, error: PreloadError) -> None:
+        """Says why there is no result, cut to what a packet holds."""
+        self.send(loader_pb2.Update(failed=bounded(error)))
+
+    def verified(self, result: loader_pb2.VerifyResult) -> None:
+        """The end of a verification; names of tensors are cut to what a packet holds."""
+        names = [_cut(name, MAX_FIELD_BYTES) for name in result.corrupted]
+        del result.corrupted[:]
+        result.corrupted.extend(names)
+        self.send(loader_pb2.Update(verified=result))
 
     def _receive(self) -> tuple[bytes, list[int]]:
         try:
@@ -69,6 +78,28 @@ class Control:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise RequestError(f"the daemon sent a packet over {MAX_PACKET_BYTES} bytes or {MAX_FDS} descriptors")
         return data, fds
+
+
+def bounded(error: PreloadError) -> weight_cache_pb2.ErrorInfo:
+    """The error as a message: its texts are valid, and short enough for one packet whatever they quote."""
+    fields = list(error.fields.items())[:MAX_FIELDS]
+    return weight_cache_pb2.ErrorInfo(
+        reason=error.reason,
+        message=_cut(error.message, MAX_MESSAGE_BYTES),
+        fields={_cut(key, MAX_FIELD_BYTES): _cut(value, MAX_FIELD_BYTES) for key, value in fields},
+    )
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    """Keeps both ends: the start names the thing, the end tells what to do. Lone surrogates become question marks."""
+    data = text.encode(errors="replace")
+    if len(data) <= limit_bytes:
+        return data.decode()
+    half = (limit_bytes - len(_ELLIPSIS.encode())) // 2
+    return data[:half].decode(errors="ignore") + _ELLIPSIS + data[-half:].decode(errors="ignore")
+
+
+_ELLIPSIS = " … "
 
 
 def make_memfd(name: str, data: bytes) -> int:

@@ -17,6 +17,7 @@ from .files import TensorInfo
 
 _CHECKPOINT_DOMAIN = b"preload checkpoint 1\n"
 _FILE_DOMAIN = b"preload file 1\n"
+_OUTLINE_DOMAIN = b"preload outline 1\n"
 
 
 def checkpoint_digest(tensors: Iterable[TensorInfo], digests: Mapping[str, bytes]) -> str:
@@ -26,6 +27,16 @@ def checkpoint_digest(tensors: Iterable[TensorInfo], digests: Mapping[str, bytes
         line = [tensor.name, tensor.dtype, list(tensor.shape), digests[tensor.name].hex()]
         hasher.update(canonical_json(line).encode() + b"\n")
     return hasher.hexdigest()
+
+
+def outline(tensors: Iterable[TensorInfo], resolved_recipe: str) -> bytes:
+    """Digest of all that the headers tell: name, dtype and shape of every stored tensor, and what the recipe makes of
+    them. Checkpoints whose outlines differ cannot be the same generation; of equal ones, the bytes decide."""
+    hasher = blake3(_OUTLINE_DOMAIN)
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        hasher.update(canonical_json([tensor.name, tensor.dtype, list(tensor.shape)]).encode() + b"\n")
+    hasher.update(resolved_recipe.encode())
+    return hasher.digest()
 
 
 def weights_file_digest(weights: WeightsFile, digests: Mapping[str, bytes]) -> bytes:

@@ -1,7 +1,8 @@
 """Files of a checkpoint: opened once, held open, and proved unchanged at the end.
 
-Owns opening, exact reads and the errors that name a file. Knows nothing of formats. Invariant: the stat kept
-in `CheckpointFile.stat` was taken from the descriptor before the first byte was read.
+Owns opening, exact reads and the errors that name a file or folder. Knows nothing of formats. Invariant: the stat
+kept in `CheckpointFile.stat` was taken from the descriptor before the first byte was read, and settled then (see
+`settled.py`): every later write changes it. Where no stat can tell, `is_stat_blind` says so.
 """
 
 from __future__ import annotations
@@ -13,20 +14,7 @@ from dataclasses import dataclass
 
 from preload.engine.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError
 
-
-@dataclass(frozen=True)
-class FileStat:
-    """What a receipt keeps of a file's stat; times in nanoseconds."""
-
-    device: int
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @staticmethod
-    def of(result: os.stat_result) -> FileStat:
-        return FileStat(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns, result.st_ctime_ns)
+from .settled import FileStat, NotSettledError, is_stat_blind, settle
 
 
 class CheckpointFile:
@@ -40,14 +28,25 @@ class CheckpointFile:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        result = os.fstat(self.fd)
-        if not stat_bits.S_ISREG(result.st_mode):
+        try:
+            self._look()
+        except BaseException:
             os.close(self.fd)
+            raise
+
+    def _look(self) -> None:
+        if not stat_bits.S_ISREG(os.fstat(self.fd).st_mode):
             raise CheckpointNotFoundError(
                 f"{self.path} is not a regular file; put the checkpoint's file in its place",
                 {"file": self.path},
             )
-        self.stat = FileStat.of(result)
+        try:
+            self.stat = settle(self.fd)
+            self.is_stat_blind = is_stat_blind(self.fd)
+        except NotSettledError as error:
+            raise _changed(self.path) from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
     @property
     def size_bytes(self) -> int:
@@ -77,20 +76,51 @@ class CheckpointFile:
 
     def check_unchanged(self) -> None:
         """Raises CheckpointChangedError if the path no longer leads to the file as it was opened."""
-        try:
-            now = FileStat.of(os.stat(self.path))
-        except OSError as error:
-            raise CheckpointChangedError(
-                f"{self.path} vanished while it was read: {error.strerror}; load again", {"file": self.path}
-            ) from error
-        if now != self.stat:
-            raise CheckpointChangedError(
-                f"{self.path} changed while it was read; load again when nothing writes to it",
-                {"file": self.path},
-            )
+        _check_unchanged(self.path, self.stat)
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class CheckpointFolder:
+    """A folder whose names decide what a checkpoint is. `names` were listed after `stat` was taken, so that a name
+    that comes or goes later changes the folder's times."""
+
+    def __init__(self, path: str) -> None:
+        """Raises CheckpointNotFoundError if it cannot be listed."""
+        self.path = os.path.abspath(path)
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self.stat = settle(fd)
+                self.names = sorted(os.listdir(fd))
+            finally:
+                os.close(fd)
+        except NotSettledError as error:
+            raise _changed(self.path) from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointChangedError if the path no longer leads to the folder as it was listed."""
+        _check_unchanged(self.path, self.stat)
+
+
+def _check_unchanged(path: str, stat: FileStat) -> None:
+    try:
+        now = FileStat.of(os.stat(path))
+    except OSError as error:
+        raise CheckpointChangedError(
+            f"{path} vanished while it was read: {error.strerror}; load again", {"file": path}
+        ) from error
+    if now != stat:
+        raise _changed(path)
+
+
+def _changed(path: str) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"{path} changed while it was read; load again when nothing writes to it", {"file": path}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +138,20 @@ class TensorInfo:
 REPLACE = "fetch the file again"
 MAX_HEADER_BYTES = 100_000_000
 """A header larger than that is refused before it is read."""
+MAX_DIMS = 16
+MAX_SIZE = 1 << 48
+"""Of one dimension, and of all that are not 0 multiplied: beyond any file, and within what tensors can have."""
+
+
+def require_plausible(path: str, name: str, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a shape that no tensor can have, before anything is computed with it."""
+    if len(shape) > MAX_DIMS:
+        raise fault(path, f"has {len(shape)} dimensions, more than {MAX_DIMS}; {REPLACE}", name)
+    num_values = 1
+    for size in shape:
+        num_values *= max(size, 1)
+        if num_values > MAX_SIZE:
+            raise fault(path, f"has the impossible shape {list(shape)}; {REPLACE}", name)
 
 
 def fault(path: str, what: str, tensor: str = "") -> CheckpointError:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, TensorInfo, fault
+from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, TensorInfo, fault, require_plausible
 from .gguf_types import GGUF_TYPES, UNSUPPORTED_NAMES
 
 MAGIC = b"GGUF"
@@ -31,6 +31,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_NESTING = 4
+_MAX_PAIRS = 1 << 16
+_MAX_TENSORS = 1 << 20
 _FIRST_READ_BYTES = 4 << 20
 
 
@@ -131,7 +133,7 @@ class _Cursor:
         try:
             for _ in range(count):
                 position += 8 + unpack(data, position)[0]
-        except struct.error as error:
+        except (struct.error, OverflowError) as error:  # a length may lead beyond what an offset can be
             raise _NeedMoreError from error
         self.position = position
         self.skip(0)
@@ -225,7 +227,11 @@ def _preamble(file: CheckpointFile, cursor: _Cursor) -> tuple[int, int]:
         raise fault(file.path, "is a big-endian GGUF file, which is not supported; convert it to little endian")
     if version not in (2, 3):
         raise fault(file.path, f"has GGUF version {version}; versions 2 and 3 are supported; convert it anew")
-    return cursor.scalar("Q"), cursor.scalar("Q")
+    num_tensors, num_pairs = cursor.scalar("Q"), cursor.scalar("Q")
+    for what, count, limit in (("tensors", num_tensors, _MAX_TENSORS), ("keys", num_pairs, _MAX_PAIRS)):
+        if count > limit:
+            raise fault(file.path, f"claims {count} {what}, over the limit of {limit}; {REPLACE}")
+    return num_tensors, num_pairs
 
 
 def _entry(file: CheckpointFile, cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int, int]:
@@ -235,6 +241,7 @@ def _entry(file: CheckpointFile, cursor: _Cursor) -> tuple[str, str, tuple[int, 
     if num_dims > _MAX_DIMS:
         raise fault(file.path, f"has {num_dims} dimensions, more than {_MAX_DIMS}; {REPLACE}", name)
     shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
+    require_plausible(file.path, name, shape)
     type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
     kind = GGUF_TYPES.get(type_id)
     if kind is None:

@@ -11,12 +11,15 @@ import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from preload.engine.errors import RequestError
 from preload.protos import weight_cache_pb2 as pb
 
 from .steps import Resolved, Target
 
 ALIGNMENT = 64
 MAX_SEGMENT_BYTES = 8 << 30
+MAX_SEGMENTS = 128
+MAX_TOTAL_BYTES = 1 << 60
 MANIFEST_FORMAT_VERSION = 1
 
 
@@ -35,7 +38,7 @@ class Plan:
 
 
 def make_plan(targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BYTES) -> Plan:
-    """Packs the targets in their order."""
+    """Packs the targets in their order. Raises RequestError for more than any machine holds."""
     ends = [0]
     places: dict[str, Place] = {}
     for target in targets:
@@ -45,20 +48,30 @@ def make_plan(targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BY
             offset = 0
         places[target.name] = Place(len(ends) - 1, offset)
         ends[-1] = offset + target.num_bytes
+        if len(ends) > MAX_SEGMENTS or sum(ends) > MAX_TOTAL_BYTES:
+            raise RequestError(
+                f"the weights need more than {MAX_SEGMENTS} segments or {MAX_TOTAL_BYTES:,} bytes; check the files"
+            )
     # A tensor without elements may be placed at its segment's very end: one byte more keeps its offset inside.
     return Plan([_round_up(end + 1, mmap.PAGESIZE) for end in ends], places)
 
 
 def make_manifest(
-    resolved: Resolved, plan: Plan, rank: pb.Rank, checkpoint_digest: str, digests: Mapping[str, bytes]
+    resolved: Resolved,
+    plan: Plan,
+    rank: pb.Rank,
+    checkpoint_digest: str,
+    digests: Mapping[str, bytes],
+    outline: bytes,
 ) -> pb.Manifest:
-    """The shard's table. `digests`: BLAKE3 of the resident bytes by resident name."""
+    """The shard's table. `digests`: BLAKE3 of the resident bytes by resident name; `outline`: of what is stored."""
     manifest = pb.Manifest(
         format_version=MANIFEST_FORMAT_VERSION,
         checkpoint_digest=checkpoint_digest,
         resolved_recipe=resolved.to_json(),
         rank=rank,
         segment_bytes=plan.segment_bytes,
+        outline=outline,
     )
     for step in resolved.steps:
         for target in step.targets:

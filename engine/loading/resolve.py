@@ -57,6 +57,12 @@ def open_and_resolve(path: str, recipe: Recipe) -> tuple[Checkpoint, Resolved]:
 
 def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
     spec = _spec(checkpoint, recipe)
+    if spec.num_layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.config_path}: num_hidden_layers={spec.num_layers}, but {checkpoint.path} holds only "
+            f"{len(checkpoint.tensors)} tensors; correct the configuration",
+            {"file": checkpoint.config_path, "key": "num_hidden_layers"},
+        )
     expected = expected_tensors(spec)
     is_gguf = checkpoint.format == "gguf"
     stored: dict[str, TensorInfo] = {}

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from .dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
-from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, TensorInfo, fault
+from .files import MAX_HEADER_BYTES, REPLACE, CheckpointFile, TensorInfo, fault, require_plausible
 from .strict_json import parse_object
 
 
@@ -58,6 +58,7 @@ def _tensor(file: CheckpointFile, name: str, entry: Any, data_start: int) -> Ten
         known = ", ".join(SAFETENSORS_DTYPES)
         raise fault(file.path, f"has the unknown dtype {code!r}; known are {known}; convert the checkpoint", name)
     shape = _sizes(file, name, "shape", entry.get("shape"))
+    require_plausible(file.path, name, shape)
     offsets = _sizes(file, name, "data_offsets", entry.get("data_offsets"))
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fault(file.path, f"has the impossible data_offsets {list(offsets)}; {REPLACE}", name)

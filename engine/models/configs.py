@@ -7,6 +7,7 @@ rotary, mixtures of experts. Rotary settings live in `rope_configs.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ OVERRIDABLE = (
     "vocab_size",
 )
 """Keys that a recipe may override."""
+
+_MAX_SIZE = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -75,6 +78,9 @@ def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
     if head_dim % 2:
         raise reader.wrong("head_dim", f"({head_dim}) must be even for rotary embeddings")
     max_positions = reader.size("max_position_embeddings")
+    rope = rope_from_config(config, max_positions, path)
+    if rope.scaling == "dynamic" and head_dim == 2:
+        raise reader.wrong("head_dim", "(2) is too small for dynamic rope scaling")
     return ModelSpec(
         family=family,
         vocab_size=reader.size("vocab_size"),
@@ -89,7 +95,7 @@ def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         attention_bias=reader.flag("attention_bias"),
         mlp_bias=reader.flag("mlp_bias"),
-        rope=rope_from_config(config, max_positions, path),
+        rope=rope,
     )
 
 
@@ -128,11 +134,13 @@ class _Reader:
             value = default
         if type(value) is not int or value < 1:
             raise self.wrong(key, "must be a positive integer; correct the configuration")
+        if value > _MAX_SIZE:
+            raise self.wrong(key, f"is more than {_MAX_SIZE}, which no model has; correct the configuration")
         return value
 
     def positive(self, key: str, default: float) -> float:
         value = self._config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, "must be a positive number; correct the configuration")
         return float(value)
 

@@ -106,11 +106,19 @@ def _rope_scaling(metadata: Mapping[str, Any], path: str) -> dict[str, Any] | No
     for key in ("yarn_log_multiplier", "yarn_ext_factor"):
         if metadata.get(prefix + key, 1.0) != 1.0:
             raise _wrong(path, f"has {prefix}{key}, which is not supported")
-    attn_factor = metadata.get(prefix + "attn_factor", metadata.get(prefix + "yarn_attn_factor", 1.0))
+    name = "attn_factor" if prefix + "attn_factor" in metadata else "yarn_attn_factor"
+    attn_factor = _positive(metadata.get(prefix + name, 1.0), prefix + name, path)
     if attn_factor != 1.0:
         # llama.cpp multiplies its attn_factor onto YaRN's own; Hugging Face's attention_factor replaces it.
-        scaling["attention_factor"] = attn_factor * (0.1 * math.log(factor) + 1.0)
+        own = 0.1 * math.log(_positive(factor, prefix + "factor", path)) + 1.0
+        scaling["attention_factor"] = attn_factor * own
     return scaling
+
+
+def _positive(value: Any, key: str, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise _wrong(path, f"has {key}={value!r}, which must be a positive number")
+    return float(value)
 
 
 def _wrong(path: str, what: str) -> CheckpointError:

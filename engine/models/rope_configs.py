@@ -9,6 +9,7 @@ settings that are ignored give wrong text, not an error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     ),
 }
 _ORIGINAL = "original_max_position_embeddings"
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim")
 _IGNORED = ("finetuned",)  # a note of how the weights came about
 
 
@@ -71,6 +73,8 @@ def rope_from_config(config: Mapping[str, Any], max_position_embeddings: int, pa
         kind = "none"
     if not isinstance(kind, str) or kind not in _REQUIRED:
         raise _wrong(path, f"rope type {kind!r} is unknown; known are default, {', '.join(list(_REQUIRED)[1:])}")
+    if kind == "yarn" and theta <= 1:
+        raise _wrong(path, f"rope_theta={theta} must be above 1 for yarn")
     return RopeSpec(theta=theta, scaling=kind, parameters=_parameters(kind, values, max_position_embeddings, path))
 
 
@@ -85,17 +89,28 @@ def _parameters(
     for key, value in values.items():
         if key not in known:
             raise _wrong(path, f"rope type {kind!r} has the unknown parameter {key}={value!r}")
-        parameters[key] = value if isinstance(value, bool) else _number(value, key, path)
+        if key == "truncate":
+            if not isinstance(value, bool):
+                raise _wrong(path, f"rope parameter truncate={value!r} must be true or false")
+            parameters[key] = value
+            continue
+        parameters[key] = _number(value, key, path)
+        if parameters[key] <= 0 and key not in _MAY_BE_ZERO:
+            raise _wrong(path, f"rope parameter {key}={value!r} must be positive")
     if _ORIGINAL in known:
         parameters.setdefault(_ORIGINAL, float(max_position_embeddings))
     if parameters.get("factor", 1.0) < 1:
         raise _wrong(path, f"rope factor {parameters['factor']} must be at least 1")
+    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise _wrong(path, f"rope high_freq_factor {parameters['high_freq_factor']} must be above low_freq_factor")
     return parameters
 
 
 def _number(value: Any, key: str, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(path, f"{key}={value!r} must be a number")
+    if not -sys.float_info.max <= value <= sys.float_info.max:
+        raise _wrong(path, f"{key}={value!r} must be a finite number")
     return float(value)
 
 

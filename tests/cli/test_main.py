@@ -14,7 +14,7 @@ from preload.cli.main import COMMANDS
 
 
 def preload(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "preload.cli.main", *words]
+    command = [sys.executable, "-P", "-m", "preload.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

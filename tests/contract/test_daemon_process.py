@@ -24,7 +24,7 @@ SOCKETS = {"daemon.sock", "segments.sock"}
 
 def run_daemon(runtime_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A daemon that is expected to end by itself."""
-    command = [sys.executable, "-m", "preload.cli.main", "daemon", "--runtime-dir", str(runtime_dir), *words]
+    command = [sys.executable, "-P", "-m", "preload.cli.main", "daemon", "--runtime-dir", str(runtime_dir), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

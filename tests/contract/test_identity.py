@@ -64,7 +64,7 @@ def test_one_byte_changed_behind_a_restored_mtime_is_refused_naming_the_file(dae
             attached_id(daemon, folder)
         assert refusal.value.fields["paths"] == str(weights)
         assert refusal.value.fields["generation"] == loaded.id
-    command = [sys.executable, "-m", "preload.cli.main", "check", str(folder), "--json"]
+    command = [sys.executable, "-P", "-m", "preload.cli.main", "check", str(folder), "--json"]
     told = subprocess.run(
         [*command, "--runtime-dir", str(daemon.runtime_dir)], capture_output=True, text=True, timeout=60, check=False
     )

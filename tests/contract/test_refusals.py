@@ -23,7 +23,7 @@ RAW = Recipe(model="raw")
 
 
 def preload(daemon: Any, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "preload.cli.main", *words, "--runtime-dir", str(daemon.runtime_dir)]
+    command = [sys.executable, "-P", "-m", "preload.cli.main", *words, "--runtime-dir", str(daemon.runtime_dir)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -193,7 +193,7 @@ def test_loads_that_die_are_cancelled_or_find_no_room_have_codes_of_their_own(
     gate.stop_at(gate.HEADER)
     call = start_load(daemon, raw_checkpoint, model="raw")
     gate.loader_pid()
-    command = [sys.executable, "-m", "preload.cli.main", "load", str(raw_checkpoint), "--model", "raw"]
+    command = [sys.executable, "-P", "-m", "preload.cli.main", "load", str(raw_checkpoint), "--model", "raw"]
     joined = subprocess.Popen([*command, "--runtime-dir", str(daemon.runtime_dir)], stderr=subprocess.PIPE, text=True)
     assert joined.stderr is not None
     assert joined.stderr.readline().startswith("load: "), "it has joined when it shows progress"

@@ -42,7 +42,7 @@ def serve(
 
     def start(*options: str) -> Served:
         log = tmp_path_factory.mktemp("serve") / "log"
-        command = [sys.executable, "-m", "preload.cli.main", "serve", str(demo_model), "--port", "0"]
+        command = [sys.executable, "-P", "-m", "preload.cli.main", "serve", str(demo_model), "--port", "0"]
         command += ["--runtime-dir", str(shared_daemon.runtime_dir), *options]
         with log.open("wb") as out:
             processes.append(subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL))

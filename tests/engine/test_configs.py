@@ -118,6 +118,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": 3}, "rope_scaling=3 must be an object"),
     ({"rope_theta": "big"}, "rope_theta='big' must be a number"),
     ({"rope_theta": -1}, "rope_theta=-1.0 must be positive"),
+    ({"rope_theta": math.nan}, "rope_theta=nan must be a finite number"),
+    ({"rope_theta": 10**400}, "must be a finite number"),
+    ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a positive number"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
+    ({"rms_norm_eps": 10**400}, "must be a positive number"),
+    ({"num_attention_heads": 1 << 40, "num_key_value_heads": 1}, "num_attention_heads=1099511627776 is more than"),
+    ({"max_position_embeddings": 10**400}, "is more than"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "factor=inf must be a finite number"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": True}}, "factor=True must be a number"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1 must be true or false"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0}}, "beta_fast=0 must be positive"),
+    ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_theta=1.0 must be above 1"),
+    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "must be above low_freq_factor"),
+    ({"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "too small for dynamic"),
 ]
 
 
@@ -204,6 +218,20 @@ def test_gguf_metadata_that_is_not_computed_is_refused_by_key(key: str, value: A
         gguf_spec(**{key: value})
     assert message in caught.value.message
     assert "m.gguf" in caught.value.message
+
+
+@pytest.mark.parametrize("changes", [
+    {"attn_factor": 0.5},
+    {"yarn_attn_factor": 0.5},
+    {"attn_factor": "half", "factor": 2.0},
+    {"attn_factor": math.nan, "factor": 2.0},
+    {"attn_factor": 0.5, "factor": 0.0},
+    {"attn_factor": 0.5, "factor": "two"},
+])  # fmt: skip
+def test_a_gguf_yarn_whose_factors_are_no_factors_is_refused(changes: dict[str, Any]) -> None:
+    keys = {f"llama__rope__scaling__{key}": value for key, value in {"type": "yarn", **changes}.items()}
+    with pytest.raises(CheckpointError, match=r"m\.gguf has llama\.rope\.scaling\.(yarn_attn_|attn_)?factor="):
+        gguf_spec(**keys)
 
 
 def test_a_size_per_layer_that_never_differs_is_one_size() -> None:

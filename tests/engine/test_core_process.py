@@ -30,7 +30,7 @@ class CoreUnderTest:
     def __init__(self, config: CoreConfig, log: Path) -> None:
         self.config = config
         self.log = log
-        command = [sys.executable, "-m", "preload.engine.core", "--config-json", config.to_json()]
+        command = [sys.executable, "-P", "-m", "preload.engine.core", "--config-json", config.to_json()]
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
         self.channel = grpc.insecure_channel(
@@ -181,7 +181,7 @@ def test_a_core_whose_cache_cannot_hold_one_sequence_says_the_numbers(
 
 
 def test_a_wrong_configuration_ends_with_2_and_names_the_setting() -> None:
-    command = [sys.executable, "-m", "preload.engine.core", "--config-json", '{"bogus": 1}']
+    command = [sys.executable, "-P", "-m", "preload.engine.core", "--config-json", '{"bogus": 1}']
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 2
     assert "bogus" in ended.stderr

@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preload.engine.loading.digests import checkpoint_digest
+from preload.engine.loading.digests import checkpoint_digest, outline
 from preload.engine.loading.files import CheckpointFile, TensorInfo
 
 FILE = cast(CheckpointFile, None)
@@ -34,6 +34,19 @@ def test_order_and_place_of_tensors_do_not_matter(content: dict[str, bytes], rng
 def test_name_dtype_and_shape_matter(change: dict[str, Any]) -> None:
     digests = {"a": bytes(32), "b": bytes(32)}
     assert checkpoint_digest([tensor("a")], digests) != checkpoint_digest([replace(tensor("a"), **change)], digests)
+
+
+def test_an_outline_follows_names_dtypes_shapes_and_recipe_and_not_order() -> None:
+    tensors = [tensor("a"), tensor("b")]
+    same = outline(tensors, "{}")
+    assert outline(tensors[::-1], "{}") == same
+    assert outline([replace(item, offset=7) for item in tensors], "{}") == same
+    others = [outline(tensors[:1], "{}"), outline(tensors, '{"model":"raw"}')]
+    others += [
+        outline([tensor("a"), replace(tensor("b"), **change)], "{}")
+        for change in ({"name": "c"}, {"dtype": "int32"}, {"shape": (1, 2)})
+    ]
+    assert len({same, *others}) == 6
 
 
 def test_bytes_matter() -> None:

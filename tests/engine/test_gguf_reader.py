@@ -114,14 +114,30 @@ def faults(build: Callable[..., bytes]) -> dict[str, tuple[bytes, str, str]]:
         "text": (build([eight], {"k": (8, string)}), "", "not UTF-8"),
         "endless array": (build([eight], {"k": (9, struct.pack("<IQ", 5, 1 << 60))}), "", "header is longer than"),
         "endless string": (build([eight], {"k": (8, struct.pack("<Q", 1 << 60))}), "", "header is longer than"),
-        "endless names": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "", "header is longer than"),
+        "endless tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "", f"claims {1 << 60} tensors"),
+        "endless keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 64) - 1), "", f"claims {(1 << 64) - 1} keys"),
+        "more tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1000, 0), "", "header is longer than"),
+        "endless text": (build([eight], {"k": (9, struct.pack("<IQQ", 8, 1, 1 << 63))}), "", "header is longer than"),
+        "endless texts": (
+            build([eight], {"k": (9, struct.pack("<IQQ", 8, 1 << 63, 1))}),
+            "",
+            "header is longer than",
+        ),
+        "endless arrays": (build([eight], {"k": (9, struct.pack("<IQ", 9, 1 << 63))}), "", "header is longer than"),
+        "endless shape": (
+            build([("t", (1 << 63, 0), F32, b"", None)]),
+            "t",
+            "impossible shape [0, 9223372036854775808]",
+        ),
+        "endless product": (build([("t", (1 << 40, 1 << 40), F32, b"", None)]), "t", "impossible shape"),
     }
 
 
 FAULT_NAMES = [
     "magic", "version 1", "big endian", "unsupported type", "unknown type", "partial block", "too many dimensions",
     "tensor twice", "overlap", "hole", "unaligned", "past the end", "trailing bytes", "alignment", "value type",
-    "text", "endless array", "endless string", "endless names",
+    "text", "endless array", "endless string", "endless tensors", "endless keys", "more tensors", "endless text",
+    "endless texts", "endless arrays", "endless shape", "endless product",
 ]  # fmt: skip
 
 

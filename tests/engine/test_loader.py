@@ -145,7 +145,7 @@ def test_digests_do_not_depend_on_sharding_or_path(
     assert len(digest) == 64
     assert sharded.manifest.checkpoint_digest == digest
     assert sharded.manifest.resolved_recipe == single.manifest.resolved_recipe
-    assert len(sharded.receipts) == 5  # three shards, index, configuration
+    assert len(sharded.receipts) == 6  # three shards, index, configuration, the folder
     weights["model.norm.weight"][0] += 1
     changed = loader.load(write_llama(tiny_config, weights, name="d"))
     assert changed.manifest.checkpoint_digest != digest
@@ -166,11 +166,12 @@ def test_digest_mode_says_what_a_load_says_without_memory(
 
 def test_receipts_prove_what_was_read(loader: Any, tiny_config: Any, tiny_weights: Any, write_llama: Any) -> None:
     folder = write_llama(tiny_config, tiny_weights(tiny_config))
-    receipts = {os.path.basename(receipt.path): receipt for receipt in loader.load(folder).receipts}
-    assert set(receipts) == {"config.json", "model.safetensors"}
+    receipts = {os.path.relpath(receipt.path, folder): receipt for receipt in loader.load(folder).receipts}
+    assert set(receipts) == {".", "config.json", "model.safetensors"}
     for name, receipt in receipts.items():
         stat = (folder / name).stat()
         assert receipt.path == str(folder / name)
+        assert not receipt.stat_blind
         assert (receipt.device, receipt.inode, receipt.size_bytes) == (stat.st_dev, stat.st_ino, stat.st_size)
         assert (receipt.mtime_ns, receipt.ctime_ns) == (stat.st_mtime_ns, stat.st_ctime_ns)
     assert receipts["config.json"].content_digest == blake3((folder / "config.json").read_bytes()).digest()
@@ -178,7 +179,8 @@ def test_receipts_prove_what_was_read(loader: Any, tiny_config: Any, tiny_weight
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    again = {os.path.basename(receipt.path): receipt for receipt in loader.load(folder).receipts}
+    again = {os.path.relpath(receipt.path, folder): receipt for receipt in loader.load(folder).receipts}
+    assert again["."] == receipts["."]
     assert again["config.json"].content_digest == receipts["config.json"].content_digest
     assert again["model.safetensors"].content_digest != receipts["model.safetensors"].content_digest
 
@@ -194,10 +196,11 @@ def test_links_of_a_cache_are_followed_and_receipts_keep_the_path_given(
         (snapshot / name).symlink_to(f"../../blobs/hash-{name}")
     receipts = loader.load(snapshot).receipts
     assert [receipt.path for receipt in receipts] == [
+        str(snapshot),
         str(snapshot / "config.json"),
         str(snapshot / "model.safetensors"),
     ]
-    assert receipts[1].inode == (folder / "hash-model.safetensors").stat().st_ino
+    assert receipts[2].inode == (folder / "hash-model.safetensors").stat().st_ino
 
 
 def test_raw_keeps_every_tensor_under_its_own_name(

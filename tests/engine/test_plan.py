@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preload.engine.errors import RequestError
 from preload.engine.loading.plan import ALIGNMENT, MAX_SEGMENT_BYTES, make_plan
 from preload.engine.loading.steps import Target
 
@@ -43,6 +45,12 @@ def test_a_tensor_larger_than_a_segment_gets_its_own() -> None:
     assert [plan.places[f"t{index}"].segment for index in range(3)] == [0, 1, 2]
     assert plan.segment_bytes[1] >= MAX_SEGMENT_BYTES + 1
     assert plan.segment_bytes[0] == plan.segment_bytes[2] == mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(("num_tensors", "size"), [(129, MAX_SEGMENT_BYTES), (1, 1 << 61)])
+def test_more_than_a_machine_holds_is_refused(num_tensors: int, size: int) -> None:
+    with pytest.raises(RequestError, match="need more than 128 segments or"):
+        make_plan(targets([size] * num_tensors))
 
 
 def test_tensors_without_elements_have_a_place() -> None:

@@ -66,6 +66,12 @@ def test_more_layers_than_the_config_says_are_unexpected(refusal: Callable[..., 
     assert "is unexpected" in message
 
 
+def test_more_layers_than_there_are_tensors_are_refused_without_being_counted(refusal: Callable[..., str]) -> None:
+    message = refusal(lambda weights: None, num_hidden_layers=10**9)
+    assert "config.json: num_hidden_layers=1000000000, but" in message
+    assert "holds only 21 tensors" in message
+
+
 def test_weights_that_are_no_floats_are_refused(refusal: Callable[..., str]) -> None:
     assert f"{Q!r} is stored as int8" in refusal(lambda weights: weights.update({Q: np.zeros((64, 64), np.int8)}))
 

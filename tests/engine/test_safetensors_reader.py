@@ -70,6 +70,17 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "shape is no list": (lambda p: write(p, {"t": entry(shape=2)}, bytes(8)), "t", "as its shape"),
     "negative shape": (lambda p: write(p, {"t": entry(shape=(-2,))}, bytes(8)), "t", "as its shape"),
     "shape of booleans": (lambda p: write(p, {"t": entry(shape=(True,))}, bytes(8)), "t", "as its shape"),
+    "endless shape": (lambda p: write(p, {"t": entry(shape=(0, 1 << 63))}, b""), "t", "impossible shape"),
+    "too many dimensions": (lambda p: write(p, {"t": entry(shape=(1,) * 17)}, bytes(8)), "t", "has 17 dimensions"),
+    "half a character": (lambda p: write(p, {"\ud800": entry()}, bytes(8)), "", "surrogates not allowed"),
+    "half a character within": (
+        lambda p: write(p, {"__metadata__": {"a": "\udfff"}, "t": entry()}, bytes(8)),
+        "",
+        "surrogates not allowed",
+    ),
+    "nested deeply": (lambda p: write(p, b'{"a":%s}' % (b"[" * 500 + b"]" * 500), b""), "", "deeper than 64 levels"),
+    "a number that is none": (lambda p: write(p, b'{"t":{"shape":[NaN]}}', b""), "", "NaN is not JSON"),
+    "a number without end": (lambda p: write(p, b'{"t":{"shape":[1e999]}}', b""), "", "too large"),
     "offsets reversed": (lambda p: write(p, {"t": entry(begin=8, end=0)}, bytes(8)), "t", "impossible data_offsets"),
     "size is not shape times dtype": (
         lambda p: write(p, {"t": entry(shape=(3,))}, bytes(8)),

@@ -205,7 +205,7 @@ def test_other_code_makes_it_leave_when_its_cores_have_ended(
 
 
 def test_a_second_template_leaves_the_first_alone(template: Any) -> None:
-    command = [sys.executable, "-m", "preload.engine.template", "--runtime-dir", str(template.runtime_dir)]
+    command = [sys.executable, "-P", "-m", "preload.engine.template", "--runtime-dir", str(template.runtime_dir)]
     second = subprocess.run([*command, "--detached"], timeout=TIMEOUT_S)
     assert second.returncode == 0
     assert_serves(template)

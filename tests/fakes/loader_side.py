@@ -66,7 +66,7 @@ class LoaderSide:
     def spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(DEADLINE_S)
-        command = [sys.executable, "-m", "preload.engine.loading.loader", "--control-fd", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "preload.engine.loading.loader", "--control-fd", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
         theirs.close()
         self._processes.append(process)

@@ -28,7 +28,7 @@ class TemplateUnderTest:
 
     runtime_dir: Path
     wait_for: Callable[..., Any]
-    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "preload.cli.main", "template"])
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-P", "-m", "preload.cli.main", "template"])
     environment: dict[str, str] | None = None
     process: subprocess.Popen[bytes] | None = None
 
