@@ -61,7 +61,7 @@ class Gate:
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.requests.labels(_endpoint(path), str(message["status"])).inc()
+                self._service.metrics.requests[_endpoint(path), str(message["status"])] += 1
             await send_in_time(scope, send, message, self._service.config.client_timeout_s)
 
         if path not in OPEN_PATHS:

@@ -7,6 +7,7 @@ Source: the GGUF specification's tokenizer keys; token types 1 normal, 2 unknown
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from .errors import StartError
@@ -68,22 +69,39 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], path: str) -
     from tokenizers import models
 
     pre = metadata.get(f"{_KEY}pre") or "default"
-    merges = [_merge(line, path) for line in _array(metadata, "merges", path)]
-    vocab = {token: index for index, token in enumerate(tokens)}
+    lines: Sequence[str] = _array(metadata, "merges", path)
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     try:
-        model = models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
+        model = models.BPE(vocab, _Merges(lines), ignore_merges=pre in WHOLE_WORDS_FIRST)
     except Exception as error:  # the library raises nothing narrower
+        _check_merges(lines, path)
         raise StartError(f"{path}: {_KEY}merges do not fit {_KEY}tokens: {error}") from error
     rust = RustTokenizer(model)
     rust.pre_tokenizer = byte_level_pre_tokenizer(pre)
     return rust, pre in ADD_BOS_BY_DEFAULT
 
 
-def _merge(line: str, path: str) -> tuple[str, str]:
-    left, separator, right = line.partition(" ")
-    if not (separator and left and right):
-        raise StartError(f"{path}: {_KEY}merges holds {line!r}; a merge is two tokens with a space between")
-    return left, right
+class _Merges(Sequence[tuple[str, str]]):
+    """Pairs of tokens out of lines. There are as many as tokens: they are made one by one, and none is kept."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = list(lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(tuple, map(methodcaller("split", " ", 1), self._lines))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+def _check_merges(lines: Sequence[str], path: str) -> None:
+    """Raises StartError naming a line that is no merge."""
+    for line in lines:
+        if not all(line.partition(" ")):
+            raise StartError(f"{path}: {_KEY}merges holds {line!r}; a merge is two tokens with a space between")
 
 
 def _adds_space(metadata: Mapping[str, Any]) -> bool:
@@ -137,7 +155,8 @@ def _add_tokens(rust: RustTokenizer, tokens: Sequence[str], types: Sequence[int]
     added: dict[int, str] = {}
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for index, kind in enumerate(types):
+    for index in [i for i, kind in enumerate(types) if kind != _NORMAL]:
+        kind = types[index]
         if kind in (_CONTROL, _USER_DEFINED) and tokens[index]:
             added[index] = tokens[index]
             into = special if kind == _CONTROL else plain

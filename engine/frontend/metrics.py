@@ -1,54 +1,63 @@
-"""What the frontend counts, in Prometheus' format. Its own registry, so that nothing else mixes in."""
+"""What the frontend counts. Prometheus' library only writes the text, and is imported when somebody asks for it."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
-class Metrics:
-    """One instance per process."""
+class Number:
+    """A counter, or a gauge."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "preload_frontend_requests",
-            "HTTP requests answered, by endpoint and status",
-            ("endpoint", "status"),
-            registry=registry,
-        )
-        self.in_flight = Gauge(
-            "preload_frontend_in_flight", "Sequences handed to the core or waiting for one", registry=registry
-        )
-        self.queued = Gauge("preload_frontend_queued", "Sequences that wait to be admitted", registry=registry)
-        self.prompt_tokens = Counter("preload_frontend_prompt_tokens", "Prompt tokens", registry=registry)
-        self.output_tokens = Counter("preload_frontend_output_tokens", "Tokens sampled", registry=registry)
-        self.first_token_s = Histogram(
-            "preload_frontend_first_token_seconds",
-            "From the arrival of a request to the first token of each sequence",
-            buckets=_FIRST_TOKEN_S,
-            registry=registry,
-        )
-        self.inter_token_s = Histogram(
-            "preload_frontend_inter_token_seconds",
-            "Between tokens of a sequence, pauses by dead cores included",
-            buckets=_INTER_TOKEN_S,
-            registry=registry,
-        )
-        self.core_restarts = Counter(
-            "preload_frontend_core_restarts", "Cores started to replace a dead one", registry=registry
-        )
-        self.resubmissions = Counter(
-            "preload_frontend_resubmissions", "Sequences handed to a core after another died", registry=registry
-        )
-        self.core_ready = Gauge(
-            "preload_frontend_core_ready", "Cores that serve: one, two during an update", registry=registry
-        )
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        self.value += amount
+
+    def dec(self, amount: float = 1) -> None:
+        self.value -= amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class Histogram:
+    """How many observations were at most each of `bounds`, and above the last one; and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """One instance per process. What each is called and means stands in exposition.py."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By endpoint and status."""
+        self.in_flight = Number()
+        self.queued = Number()
+        self.prompt_tokens = Number()
+        self.output_tokens = Number()
+        self.first_token_s = Histogram(_FIRST_TOKEN_S)
+        self.inter_token_s = Histogram(_INTER_TOKEN_S)
+        self.core_restarts = Number()
+        self.resubmissions = Number()
+        self.core_ready = Number()
 
     def render(self) -> bytes:
         """The text for /metrics."""
-        return generate_latest(self._registry)
+        from .exposition import render
+
+        return render(self)
