@@ -14,6 +14,8 @@ import torch
 from preload.engine.core import kernels
 from preload.engine.kernels.native import build
 from preload.engine.kernels.native.build import Compilation, KernelsUnavailableError, find_or_build, start_build
+from preload.engine.loading import job as loading_job
+from preload.protos import loader_pb2
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler")
 
@@ -93,3 +95,19 @@ def test_a_folder_that_others_can_write_to_is_refused(small_source: Path, tmp_pa
     (tmp_path / "cache").chmod(0o777)
     with pytest.raises(KernelsUnavailableError, match="nobody else can write"):
         find_or_build(tmp_path / "cache")
+
+
+def test_a_load_compiles_kernels_beside_its_reading_and_survives_their_failure(
+    small_source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = loader_pb2.Job(kernel_cache_dir=str(tmp_path / "cache"))
+    compilation = loading_job._start_kernels(job)
+    assert compilation is not None
+    loading_job._finish_kernels(compilation)
+    assert loading_job._start_kernels(job) is None  # a hit
+    (small_source / build.MAIN_SOURCE).write_text("this is not C++\n")
+    failing = loading_job._start_kernels(job)
+    assert failing is not None
+    loading_job._finish_kernels(failing)
+    assert "native kernels are not built: the compiler ended with" in capfd.readouterr().err
+    assert loading_job._start_kernels(loader_pb2.Job()) is None  # nobody said where to keep them
