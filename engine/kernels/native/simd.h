@@ -2,7 +2,8 @@
 // eight that the compiler maps to AVX2 (or to whatever the machine has).
 //
 // Invariant: every reduction adds lanes in one order (i and i+8, i and i+4, i and i+2, i and i+1) and every product
-// is a fused multiply-add, so results are the same bits whatever kernel, batch or number of threads computed them.
+// is a fused multiply-add, so on one machine results are the same bits whatever kernel, batch or number of threads
+// computed them.
 #pragma once
 
 #include <cstdint>
