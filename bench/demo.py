@@ -16,6 +16,7 @@ import time
 
 from preload.cli.render import milliseconds, size
 from preload.cli.timeline import Track, phase_table
+from preload.engine.template.fingerprint import place_of
 
 from .processes import PrivateDaemon, Server, wait_until
 from .restart import drop_page_cache, load, wait_for_phases
@@ -39,6 +40,8 @@ def main() -> int:
             say(f"engine core {server.core_pid()} serves on http://127.0.0.1:{server.port}")
             cold_s = ask(server, "What is the capital of France?", start_s)
             cold = wait_for_phases(server)
+            template_pid = wait_for_template(daemon)
+            say(f"template {template_pid} has imported what the next core needs")
             victim = server.core_pid()
             start_s = time.monotonic()
             os.kill(victim, signal.SIGKILL)
@@ -50,7 +53,7 @@ def main() -> int:
     print(phase_table([Track("cold: loader", load_phases), Track("cold: core", cold), Track("warm: core", warm)]))
     print(f"\nfrom nothing resident to the first token: {milliseconds(cold_s)}")
     print(f"from SIGKILL of the core to the first token of a new request: {milliseconds(warm_s)}")
-    return check_nothing_left(daemon, server)
+    return check_nothing_left(daemon, daemon.pid, server.child.pid, template_pid)
 
 
 def say(text: str) -> None:
@@ -68,9 +71,15 @@ def ask(server: Server, question: str, start_s: float) -> float:
     return first_s
 
 
-def check_nothing_left(daemon: PrivateDaemon, server: Server) -> int:
+def wait_for_template(daemon: PrivateDaemon) -> int:
+    """The process that the server has started for the next core, when it is ready to fork it."""
+    place = place_of(daemon.runtime_dir)
+    wait_until(lambda: os.path.exists(place.socket), "the template to listen")
+    return int(place.lock.read_text())
+
+
+def check_nothing_left(daemon: PrivateDaemon, *pids: int) -> int:
     """1 if a process of the demo lives on, or its folder does."""
-    pids = [daemon.pid, server.child.pid]
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids) or None, "processes to end")
     if daemon.folder.exists():
         print(f"left behind: {daemon.folder}", file=sys.stderr)

@@ -103,4 +103,4 @@ def _reseed() -> None:
 
     random.seed()
     np.random.seed()
-    torch.seed()
+    torch.default_generator.seed()  # not torch.seed(), which looks for devices

@@ -39,6 +39,7 @@ class Place:
 
     @property
     def lock(self) -> Path:
+        """Held, and filled with its process id, by the template that serves here."""
         return self.runtime_dir / f"{self.name}.lock"
 
     @property

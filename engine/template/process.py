@@ -112,6 +112,8 @@ def _take_lock(place: Place, *, wait: bool) -> int | None:
             return None
         log.info("another template serves at %s; waiting for it to end", place.socket)
         fcntl.flock(fd, fcntl.LOCK_EX)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
 
 

@@ -38,6 +38,7 @@ def assert_serves(template: Any) -> None:
 def test_a_template_has_one_thread_and_a_socket_of_its_owner_only(template: Any) -> None:
     assert os.listdir(f"/proc/{template.pid}/task") == [str(template.pid)]
     assert os.stat(template.place.socket).st_mode & 0o777 == 0o600
+    assert int(template.place.lock.read_text()) == template.pid
 
 
 def test_a_fork_speaks_through_the_pipe_and_its_exit_status_is_told(template: Any) -> None:
