@@ -9,16 +9,19 @@ streams another answer from the next core, and prints where the time went. Leave
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from preload.cli.render import milliseconds, size
 from preload.cli.timeline import Track, phase_table
 from preload.engine.template.fingerprint import place_of
 
-from .processes import PrivateDaemon, Server, wait_until
+from .chaos import held, segments_of
+from .processes import PrivateDaemon, Server, clean_up_when_terminated, wait_until
 from .restart import drop_page_cache, load, wait_for_phases
 
 _MAX_TOKENS = 24
@@ -28,11 +31,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m preload.bench.demo", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="checkpoint to show")
     checkpoint = os.path.abspath(parser.parse_args().checkpoint)
+    clean_up_when_terminated()
     with PrivateDaemon() as daemon:
         say(f"daemon {daemon.pid} is up in {daemon.runtime_dir}")
         drop_page_cache(checkpoint)
         start_s = time.monotonic()
         load_phases = load(daemon, checkpoint)
+        segments = segments_of([daemon.pid])
         with daemon.control() as control:
             resident_bytes = control.list().devices[0].resident_bytes
         say(f"{os.path.basename(checkpoint)} is resident: {size(resident_bytes)}")
@@ -53,7 +58,7 @@ def main() -> int:
     print(phase_table([Track("cold: loader", load_phases), Track("cold: core", cold), Track("warm: core", warm)]))
     print(f"\nfrom nothing resident to the first token: {milliseconds(cold_s)}")
     print(f"from SIGKILL of the core to the first token of a new request: {milliseconds(warm_s)}")
-    return check_nothing_left(daemon, daemon.pid, server.child.pid, template_pid)
+    return check_nothing_left(daemon, segments)
 
 
 def say(text: str) -> None:
@@ -78,14 +83,25 @@ def wait_for_template(daemon: PrivateDaemon) -> int:
     return int(place.lock.read_text())
 
 
-def check_nothing_left(daemon: PrivateDaemon, *pids: int) -> int:
-    """1 if a process of the demo lives on, or its folder does."""
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids) or None, "processes to end")
-    if daemon.folder.exists():
-        print(f"left behind: {daemon.folder}", file=sys.stderr)
+def check_nothing_left(daemon: PrivateDaemon, segments: dict[tuple[int, int], int]) -> int:
+    """1 if somebody still holds the weights, or the demo's folder is still there."""
+    wait_until(lambda: not processes_of(daemon.runtime_dir) or None, "processes to end")
+    held_bytes = held(segments)
+    if held_bytes or daemon.folder.exists():
+        print(f"left behind: {held_bytes:,} bytes of weights, {daemon.folder}", file=sys.stderr)
         return 1
-    say("all processes have ended, and the memory is free again")
+    say("every process has ended, and the memory is free again")
     return 0
+
+
+def processes_of(runtime_dir: str) -> list[int]:
+    """Processes with the runtime folder in their command line: daemon, frontend, core, template."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if runtime_dir.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from preload.engine.client import Control
 from preload.engine.errors import DaemonUnreachableError
@@ -25,6 +25,24 @@ _POLL_S = 0.002
 
 class BenchError(Exception):
     """Raised when something that is measured did not work; the message says what and shows its log."""
+
+
+def tell(text: str) -> None:
+    """How far a measurement is, on stderr: stdout has the result only."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def clean_up_when_terminated() -> None:
+    """From now on SIGTERM and SIGHUP end this process through its `with` blocks, as SIGINT does: no process and no
+    file of a measurement stays behind. Call it from the main thread."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    for again in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(again, signal.SIG_IGN)  # once is enough, and must not disturb the cleaning up
+    raise SystemExit(128 + number)
 
 
 def preload_command(*words: str) -> list[str]:
@@ -84,7 +102,11 @@ class PrivateDaemon:
         os.mkdir(self.runtime_dir, 0o700)
         options = ("--runtime-dir", self.runtime_dir, "--http-port", "0", *self._words)
         self._child = Child(self.folder / "daemon.log", "daemon", *options)
-        wait_until(self._answers, "the daemon to answer")
+        try:
+            wait_until(self._answers, "the daemon to answer")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _answers(self) -> bool:
