@@ -27,10 +27,12 @@ def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> 
         raise NotAllowedError(f"user {os.geteuid()} may not use the hand-over socket {handover_socket}") from error
     except OSError as error:
         raise DaemonUnreachableError(f"hand-over socket {handover_socket}: {error}") from error
+    if not data:
+        raise DaemonUnreachableError(f"hand-over socket {handover_socket}: the daemon hung up; attach again")
     answer = pb.HandoverResponse.FromString(data)
     if answer.HasField("error"):
         raise from_proto(answer.error)
-    if not data or answer.num_segments != len(fds):
+    if answer.num_segments != len(fds):
         _close_all(fds)
         raise DaemonError(f"hand-over gave {len(fds)} descriptors for {answer.num_segments} segments")
     return fds
