@@ -35,3 +35,8 @@ _loader_side = _load_fake("loader_side")
 tiny_config = _loader_side.tiny_config
 tiny_weights = _loader_side.tiny_weights
 write_llama = _loader_side.write_llama
+
+_failpoint_side = _load_fake("failpoint_side")
+points = _failpoint_side.points
+make_weights = _failpoint_side.make_weights
+kept = _failpoint_side.kept
