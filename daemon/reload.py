@@ -70,7 +70,13 @@ class Reloader:
         applied = [name for name in changed if name in _CHANGEABLE]
         merged = {f.name: getattr(wanted if f.name in applied else current, f.name) for f in fields(DaemonConfig)}
         self._doors.allow(wanted.allow_uids, wanted.allow_gids)
-        self._cache.reconfigure(DaemonConfig(**merged))
+        try:
+            self._cache.reconfigure(DaemonConfig(**merged))
+        except BadRequestError:
+            self._doors.allow(current.allow_uids, current.allow_gids)
+            raise
+        for warning in self._cache.config.warnings():
+            log.warning("%s", warning)
         log.info("configuration read again; changed: %s", ", ".join(applied) or "nothing")
         for name in changed:
             if name not in _CHANGEABLE:
