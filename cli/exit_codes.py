@@ -12,12 +12,21 @@
                                       25  engine core could not start or go on
                                       26  too many leases, loads or connections
                                       70  daemon hit a bug
+
+130 and 143: ended by SIGINT and SIGTERM. With --json a failure is also one object on stdout, {"error": {"reason",
+"message", "exit_code"}}: the reason is that of the contract (protos/weight_cache.proto, ErrorReason), or NO_DAEMON or
+CORE_FAILED, which no daemon says.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from preload.daemon.errors import CacheError
 from preload.engine import errors
+from preload.protos import weight_cache_pb2 as pb
+
+UNEXPECTED = 1
 
 _BY_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (errors.RequestError, 2),
@@ -42,6 +51,25 @@ _BY_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (errors.PreloadError, 70),
     (CacheError, 2),  # raised in this process only by `preload daemon`, for what it was told
 )
+
+
+def reason_of(error: Exception) -> str:
+    """What a script may compare, beside the exit code."""
+    match error:
+        case errors.DaemonUnreachableError():
+            return "NO_DAEMON"
+        case errors.CoreError():
+            return "CORE_FAILED"
+        case errors.PreloadError():
+            return pb.ErrorReason.Name(error.reason)
+        case CacheError():
+            return error.reason
+    return pb.ErrorReason.Name(pb.INTERNAL)
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    """An error as `--json` shows it."""
+    return {"reason": reason_of(error), "message": str(error), "exit_code": code_of(error) or UNEXPECTED}
 
 
 def code_of(error: Exception) -> int | None:

@@ -11,19 +11,22 @@ from typing import Any
 
 from preload.engine.frontend.config import FrontendConfig
 
-from .options import add_json, add_recipe, add_runtime_dir
+from .options import STARTING_S, add_checkpoint, add_daemon, add_json, add_load, add_recipe, positive
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="folder or file: safetensors or GGUF")
+    add_checkpoint(parser)
     parser.add_argument("prompt", help="text to complete; - reads standard input")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="COUNT", help="tokens of answer at most (128)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=128, metavar="COUNT", help="tokens of answer at most (128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of this mass (default: 1)")
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="makes sampling repeatable")
     add_recipe(parser)
-    add_runtime_dir(parser)
+    add_load(parser)
+    add_daemon(parser, STARTING_S)
     add_json(parser)
 
 
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         config_overrides=arguments.config_overrides,
         max_num_seqs=1,
     )
-    config = replace(config, generation=resident_generation(config, load=True))
+    config = replace(config, generation=resident_generation(config, arguments.load, arguments.wait_daemon))
     text, finish_reason, usage = asyncio.run(_stream(config, arguments))
     if arguments.json:
         print(json.dumps({"text": text, "finish_reason": finish_reason, "usage": usage}))

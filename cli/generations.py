@@ -7,11 +7,19 @@ from typing import Any
 
 from preload.protos import weight_cache_pb2 as pb
 
-from .render import size
+from .render import duration, size
 
 
 def state_name(generation: pb.Generation) -> str:
     return pb.GenerationState.Name(generation.state).removeprefix("GENERATION_STATE_")
+
+
+def name_of(generation: pb.Generation) -> str:
+    """What to call it, and every command takes: the start of its id; or @ and its serial if it has no id yet, or is
+    FAILED and may share its id with one that was loaded since."""
+    if generation.state == pb.GENERATION_STATE_FAILED or not generation.id:
+        return f"@{generation.serial}"
+    return generation.id[:12]
 
 
 def phases_list(phases: Sequence[pb.Phase]) -> list[dict[str, Any]]:
@@ -22,7 +30,9 @@ def generation_dict(generation: pb.Generation) -> dict[str, Any]:
     """Everything a script might want of a generation."""
     return {
         "id": generation.id,
+        "name": name_of(generation),
         "state": state_name(generation),
+        "age_s": generation.age_ms / 1000,
         "checkpoints": list(generation.checkpoint_paths),
         "checkpoint_digest": generation.checkpoint_digest,
         "quantization": generation.recipe.quantization,
@@ -60,7 +70,7 @@ def generation_dict(generation: pb.Generation) -> dict[str, Any]:
     }
 
 
-HEADER = ("generation", "state", "recipe", "bytes", "tensors", "leases", "checkpoint")
+HEADER = ("generation", "state", "for", "recipe", "bytes", "tensors", "leases", "checkpoint")
 
 
 def generation_row(generation: pb.Generation) -> tuple[str, ...]:
@@ -69,8 +79,9 @@ def generation_row(generation: pb.Generation) -> tuple[str, ...]:
     if generation.HasField("progress") and generation.progress.total_bytes:
         state += f" {generation.progress.done_bytes / generation.progress.total_bytes:.0%}"
     return (
-        generation.id[:12] or f"#{generation.serial}",
+        name_of(generation),
         state,
+        duration(generation.age_ms / 1000),
         f"{recipe.quantization}/{recipe.compute_dtype}",
         size(generation.resident_bytes),
         str(generation.num_tensors),

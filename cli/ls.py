@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 
-from .options import add_json, add_runtime_dir
+from .options import add_daemon, add_json, control_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_runtime_dir(parser)
-    add_json(parser)
+    add_daemon(parser)
+    add_json(parser, "a JSON array with one object for each generation")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from preload.engine.client import Control
-
     from .generations import HEADER, generation_dict, generation_row
     from .render import table
 
-    with Control(arguments.runtime_dir) as control:
+    with control_of(arguments) as control:
         generations = control.list().generations
     if arguments.json:
         print(json.dumps([generation_dict(g) for g in generations]))

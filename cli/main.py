@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from importlib import import_module
+from typing import Any, NoReturn
 
 COMMANDS = {
     "daemon": "keep weights resident: run the weight-cache daemon",
@@ -27,7 +29,10 @@ COMMANDS = {
 def app(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code: see cli/exit_codes.py."""
     words = sys.argv[1:] if argv is None else argv
-    name = words[0] if words else "--help"
+    if not words:
+        print(_usage(), file=sys.stderr)
+        return 2
+    name = words[0]
     if name in ("-h", "--help"):
         print(_usage())
         return 0
@@ -40,9 +45,24 @@ def app(argv: list[str] | None = None) -> int:
         print(f"preload: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     module = import_module(f"preload.cli.{name.replace('-', '_')}")
-    parser = argparse.ArgumentParser(prog=f"preload {name}", description=COMMANDS[name], allow_abbrev=False)
+    parser = _Parser(prog=f"preload {name}", description=COMMANDS[name], allow_abbrev=False)
     module.configure(parser)
     return _run(module.run, parser.parse_args(words[1:]))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells of wrong arguments as of any other failure: in a line, and as an object if that was asked for."""
+
+    asked_for_json = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.asked_for_json = "--json" in (args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if self.asked_for_json:
+            print(json.dumps({"error": {"reason": "BAD_REQUEST", "message": message, "exit_code": 2}}))
+        super().error(message)
 
 
 def _run(run: object, arguments: argparse.Namespace) -> int:
@@ -56,9 +76,11 @@ def _run(run: object, arguments: argparse.Namespace) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
-        from .exit_codes import code_of  # and with it grpc, which a keeper does without
+        from .exit_codes import code_of, describe  # and with it grpc, which a keeper does without
 
         code = code_of(error)
+        if getattr(arguments, "json", False):
+            print(json.dumps({"error": describe(error)}), flush=True)
         if code is None:
             raise
         print(f"preload: {error}", file=sys.stderr)
@@ -67,7 +89,15 @@ def _run(run: object, arguments: argparse.Namespace) -> int:
 
 def _usage() -> str:
     lines = ["usage: preload COMMAND [OPTIONS]   (preload COMMAND --help says more)", ""]
-    return "\n".join(lines + [f"  {name:13} {text}" for name, text in COMMANDS.items()])
+    lines += [f"  {name:13} {text}" for name, text in COMMANDS.items()]
+    lines += [
+        "",
+        "Exit codes: 0 done, 2 wrong arguments, 10 no daemon, 11 not resident, 12 still loading, 13 load failed,",
+        "15 checkpoint missing, 16 checkpoint wrong, 17 checkpoint changed, 18 no memory; the others are in",
+        "docs/guide-operating.md. With --json, a failure prints",
+        '{"error": {"reason": …, "message": …, "exit_code": …}} on stdout.',
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

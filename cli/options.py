@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    from preload.engine.client import Control
+
+_ID_DIGITS = 8
+STARTING_S = 5.0
+"""How long a command that sets something up waits for a daemon that may just have been started."""
 
 
 def add_options(parser: argparse.ArgumentParser, config: type, skip: tuple[str, ...] = ()) -> None:
@@ -53,8 +60,69 @@ def add_runtime_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runtime-dir", default=None, help="folder of the daemon's sockets")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+def add_daemon(parser: argparse.ArgumentParser, wait_s: float = 0.0) -> None:
+    """The options of a command that asks the daemon: see `control_of`."""
+    add_runtime_dir(parser)
+    add_wait_daemon(parser, wait_s)
+
+
+def add_wait_daemon(parser: argparse.ArgumentParser, wait_s: float) -> None:
+    parser.add_argument(
+        "--wait-daemon",
+        type=seconds,
+        default=wait_s,
+        metavar="SECONDS",
+        help=f"time that a daemon which is just being started may take until it serves (default: {wait_s:g})",
+    )
+
+
+def control_of(arguments: argparse.Namespace) -> Control:
+    """The connection to the daemon that was named. Raises PreloadError."""
+    from preload.engine.client import Control
+
+    return Control(arguments.runtime_dir, wait_s=arguments.wait_daemon)
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "one JSON object") -> None:
+    text = f"print {what} instead of text; a failure is one object with the key error: its reason, message, exit_code"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def seconds(text: str) -> float:
+    """A time for argparse: not negative, and finite."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return value
+
+
+def positive(text: str) -> int:
+    """A count for argparse: at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def name(text: str) -> str:
+    """A path or another name for argparse. An empty one, such as a shell makes of an unset variable, is refused: as
+    a path it would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name means nothing")
+    return text
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=name, help="folder or file: safetensors or GGUF")
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make the checkpoint resident first if it is not (default: --load)",
+    )
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -84,19 +152,34 @@ def recipe_of(arguments: argparse.Namespace) -> Any:
     )
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """A generation named by an id (or a prefix of 8 digits) or by a checkpoint's path and recipe."""
-    parser.add_argument("generation", help="generation id, a prefix of at least 8 digits, or a checkpoint's path")
+def add_target(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """A generation named by an id (or a prefix of 8 digits), by @ and its serial, or by a checkpoint's path and
+    recipe."""
+    parser.add_argument(
+        "generation",
+        type=name,
+        nargs="?" if optional else None,
+        help="generation id, a prefix of at least 8 digits, a name such as @7, or a checkpoint's path",
+    )
     add_recipe(parser)
 
 
 def target_of(arguments: argparse.Namespace) -> Any:
-    """The Selector of a command's target: hexadecimal digits are an id unless a file has that name."""
+    """The Selector of a command's target: hexadecimal digits, or @ and digits, are a generation unless a file has
+    that name. Raises RequestError on digits that are too few."""
     import os
 
     from preload.engine.client.control import make_selector
+    from preload.engine.errors import RequestError
 
-    name = arguments.generation
-    if set(name) <= set("0123456789abcdef") and len(name) >= 8 and not os.path.exists(name):
-        return make_selector(generation_id=name)
-    return make_selector(name, recipe=recipe_of(arguments))
+    target = arguments.generation
+    if not os.path.exists(target):
+        is_hexadecimal = set(target) <= set("0123456789abcdef")
+        if is_hexadecimal and len(target) < _ID_DIGITS:
+            raise RequestError(
+                f"{target} is no file here, and a generation's id needs at least {_ID_DIGITS} of its digits "
+                f"(if it is meant as a path: ./{target})"
+            )
+        if is_hexadecimal or (target[0] == "@" and target[1:].isdigit()):
+            return make_selector(generation_id=target)
+    return make_selector(target, recipe=recipe_of(arguments))

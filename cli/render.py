@@ -37,6 +37,19 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def duration(seconds: float) -> str:
+    """In the largest unit that gives a whole number: 35 s, 12 min, 3 h, 2 d."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def count(number: int, what: str) -> str:
+    """1 lease, 2 leases."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms"
 
@@ -71,3 +84,4 @@ class ProgressBar:
     def close(self) -> None:
         if self._is_terminal and self._is_shown:
             print(file=self._stream)
+        self._is_shown = False

@@ -8,17 +8,13 @@ from dataclasses import replace
 
 from preload.engine.frontend.config import FrontendConfig
 
-from .options import add_options, given
+from .options import STARTING_S, add_load, add_options, add_wait_daemon, given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, FrontendConfig)
-    parser.add_argument(
-        "--load",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="make the checkpoint resident first if it is not (default: --load)",
-    )
+    add_load(parser)
+    add_wait_daemon(parser, STARTING_S)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,18 +28,18 @@ def run(arguments: argparse.Namespace) -> int:
     timeline.add("exec", process_start_ns())
     config = FrontendConfig(**given(arguments, FrontendConfig))
     with timeline.phase("load"):
-        config = replace(config, generation=resident_generation(config, arguments.load))
+        config = replace(config, generation=resident_generation(config, arguments.load, arguments.wait_daemon))
     return serve(config, timeline=timeline)
 
 
-def resident_generation(config: FrontendConfig, load: bool) -> str:
+def resident_generation(config: FrontendConfig, load: bool, wait_s: float) -> str:
     """The id of what is to be served: every core asks for that, whatever becomes of the checkpoint's files.
 
-    Loads the configured checkpoint, or, told not to, raises what an attach would raise."""
+    Loads the configured checkpoint, or, told not to, raises what an attach would raise. `wait_s`: for the daemon."""
     from preload.engine.client import Control
     from preload.engine.client.control import make_selector
 
-    with Control(config.runtime_dir or None) as control:
+    with Control(config.runtime_dir or None, wait_s=wait_s) as control:
         if config.generation:
             return control.check(make_selector(generation_id=config.generation))
         if not load:

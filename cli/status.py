@@ -7,20 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .options import add_json, add_runtime_dir
+from .options import add_daemon, add_json, control_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_runtime_dir(parser)
+    add_daemon(parser)
     add_json(parser)
     parser.add_argument("--timeline", action="store_true", help="show the phases of loads and lease holders")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from preload.engine.client import Control
-
-    with Control(arguments.runtime_dir) as control:
+    with control_of(arguments) as control:
         status = _status_dict(control.list())
     if arguments.svg:
         from .timeline import picture
@@ -58,7 +56,7 @@ def _status_dict(answer: Any) -> dict[str, Any]:
 
 def _print(status: dict[str, Any], timeline: bool) -> None:
     from .render import size, table
-    from .timeline import phase_table, total_s
+    from .timeline import phase_table
 
     print(
         f"daemon {status['version']}, process {status['pid']}, epoch {status['epoch']}, "
@@ -70,14 +68,11 @@ def _print(status: dict[str, Any], timeline: bool) -> None:
             f"{size(device['reserved_bytes'])} reserved, limit {size(device['capacity_bytes'])}"
         )
     if status["missing_models"]:
-        print("not ready: " + ", ".join(status["missing_models"]))
+        print("not ready: " + ", ".join(dict.fromkeys(status["missing_models"])))
     for generation in status["generations"]:
-        print(
-            f"\n{generation['id'][:12] or '(no id yet)'}  {generation['state']}  "
-            f"{generation['quantization']}/{generation['compute_dtype']}  {size(generation['resident_bytes'])}  "
-            f"{generation['num_tensors']} tensors  loaded in {total_s(generation['load_phases']):.2f} s  "
-            f"{', '.join(generation['checkpoints'])}"
-        )
+        recipe = f"{generation['quantization']}/{generation['compute_dtype']}"
+        paths = ", ".join(generation["checkpoints"])
+        print(f"\n{generation['name']}  {_state(generation)}  {recipe}  {_content(generation)}{paths}")
         if generation["failure"]:
             print(f"  {generation['failure']['reason']}: {generation['failure']['message']}")
         if generation["leases"]:
@@ -89,6 +84,24 @@ def _print(status: dict[str, Any], timeline: bool) -> None:
     tracks = _tracks(status)
     if timeline and tracks:
         print("\n" + phase_table(tracks))
+
+
+def _state(generation: dict[str, Any]) -> str:
+    from .render import duration
+
+    age = duration(generation["age_s"])
+    return f"FAILED {age} ago" if generation["state"] == "FAILED" else f"{generation['state']} for {age}"
+
+
+def _content(generation: dict[str, Any]) -> str:
+    """What is resident, if anything is, and how long it took to load."""
+    from .render import count, size
+    from .timeline import total_s
+
+    if not generation["num_tensors"]:
+        return ""
+    loaded = f"loaded in {total_s(generation['load_phases']):.2f} s  " if generation["load_phases"] else ""
+    return f"{size(generation['resident_bytes'])}  {count(generation['num_tensors'], 'tensor')}  {loaded}"
 
 
 def _phases(lease: dict[str, Any]) -> str:
@@ -103,6 +116,6 @@ def _tracks(status: dict[str, Any]) -> list[Any]:
     tracks = []
     for generation in status["generations"]:
         if generation["load_phases"]:
-            tracks.append(Track(f"load {generation['id'][:8]}", generation["load_phases"]))
+            tracks.append(Track(f"load {generation['name'][:8]}", generation["load_phases"]))
         tracks += [Track(f"pid {lease['pid']}", lease["phases"]) for lease in generation["leases"] if lease["phases"]]
     return tracks

@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 
-from .options import add_json, add_runtime_dir, add_target, target_of
+from .options import add_daemon, add_json, add_target, control_of, target_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    add_runtime_dir(parser)
+    add_daemon(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from preload.engine.client import Control
-
-    from .render import ProgressBar, size
+    from .render import ProgressBar, count, size
 
     bar = ProgressBar("verify")
     verified = None
-    with Control(arguments.runtime_dir) as control:
+    with control_of(arguments) as control:
         for event in control.verify(target_of(arguments)):
             if event.WhichOneof("event") == "verified":
                 verified = event.verified
@@ -33,5 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         result = {"id": verified.generation_id, "tensors": verified.num_tensors, "bytes": verified.num_bytes}
         print(json.dumps(result))
     else:
-        print(f"{verified.generation_id[:12]} is intact: {verified.num_tensors} tensors, {size(verified.num_bytes)}")
+        tensors = count(verified.num_tensors, "tensor")
+        print(f"{verified.generation_id[:12]} is intact: {tensors}, {size(verified.num_bytes)}")
     return 0

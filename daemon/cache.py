@@ -336,7 +336,7 @@ def _require_ready(generation: Generation) -> Generation:
         case State.RETIRING:
             raise RetiringError(f"generation {generation.id[:12]} is retiring; load it anew")
         case State.FAILED:
-            raise _load_failed(generation, generation.name)
+            raise _load_failed(generation, generation.id[:12] or generation.name)
 
 
 def _load_failed(generation: Generation, name: str) -> LoadFailedError:

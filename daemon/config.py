@@ -1,5 +1,8 @@
 """The daemon's configuration: one dataclass, its command-line help, and the TOML file behind it.
 
+Every value is checked here, wherever it came from; whether an address is free or a model is there is found out by
+whoever uses them.
+
 [daemon]
 host_limit = "80%"
 http_port = 8470
@@ -17,18 +20,32 @@ import json
 import os
 import sys
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .capacity import parse_limit, physical_host_bytes
 from .errors import BadRequestError
 from .generations import Rank, Recipe, Source
 from .runtime_folder import default_runtime_dir
 
+_MODEL_KEYS = ("checkpoint", "model", "quantization", "compute_dtype", "config_overrides")
+_MAX_ID = 0xFFFFFFFE
+_MAX_THREADS = 1024
+_RANGES: dict[str, tuple[float, float]] = {
+    "http_port": (0, 65535),
+    "max_loaders": (1, _MAX_THREADS),
+    "loader_threads": (0, _MAX_THREADS),
+    "ticket_ttl_s": (0, 3600),
+    "drain_timeout_s": (0, 3600),
+    "reclaim_timeout_s": (0, 86400),
+}
+"""Least and most of each number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
-    """Everything `preload daemon` can be told."""
+    """Everything `preload daemon` can be told. Raises BadRequestError naming a field whose value is impossible."""
 
     runtime_dir: str = field(
         default_factory=default_runtime_dir, metadata={"help": "folder of the sockets, made with mode 0700"}
@@ -55,6 +72,32 @@ class DaemonConfig:
         default=(sys.executable, "-P", "-m", "preload.engine.loading.loader"), metadata={"cli": False}
     )
 
+    def __post_init__(self) -> None:
+        for name in ("runtime_dir", "http_host"):
+            text = getattr(self, name)
+            if not text or "\0" in text:
+                raise BadRequestError(f"{name} must not be {'empty' if not text else repr(text)}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # nor is a NaN
+                raise BadRequestError(f"{name} must be between {least:g} and {most:g}, not {value}")
+        for name in ("allow_uids", "allow_gids"):
+            for number in getattr(self, name):
+                if not 0 <= number <= _MAX_ID:
+                    raise BadRequestError(f"{name}: {number} is no id; ids run from 0 to {_MAX_ID}")
+        try:
+            parse_limit(self.host_limit, physical_host_bytes())
+        except BadRequestError as error:
+            raise BadRequestError(f"host_limit: {error.message}") from error
+
+    def warnings(self) -> list[str]:
+        """What can be, and is hardly meant."""
+        physical_bytes = physical_host_bytes()
+        limit_bytes = parse_limit(self.host_limit, physical_bytes)
+        if limit_bytes <= physical_bytes:
+            return []
+        return [f"host_limit {self.host_limit} is {limit_bytes:,} bytes, more than this host's {physical_bytes:,}"]
+
 
 def read_config(path: str, overrides: dict[str, Any], layout_version: int) -> DaemonConfig:
     """The file's settings under those of the command line. An empty path is no file; `layout_version` is that
@@ -69,26 +112,48 @@ def read_config(path: str, overrides: dict[str, Any], layout_version: int) -> Da
         raise BadRequestError(f"configuration {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(f"configuration {path}: {error}") from error
-    unknown = set(table) - {"daemon", "models"}
-    if unknown:
-        raise BadRequestError(f"configuration {path}: unknown table {sorted(unknown)[0]!r}")
-    if not isinstance(table.get("daemon", {}), dict) or not _is_list_of_tables(table.get("models", [])):
-        raise BadRequestError(f"configuration {path}: it has one table [daemon] and any number of [[models]]")
+    _check_shape(path, table)
     settings = _settings(path, table.get("daemon", {}))
+    try:
+        DaemonConfig(**settings)
+    except BadRequestError as error:
+        raise BadRequestError(f"configuration {path}: daemon.{error.message}") from error
     models = tuple(_model(path, entry, layout_version) for entry in table.get("models", []))
     return replace(DaemonConfig(**{**settings, **overrides}), models=models)
+
+
+def _check_shape(path: str, table: dict[str, Any]) -> None:
+    for key in table:
+        if key in _known_settings():
+            raise BadRequestError(f"configuration {path}: {key} belongs under a line [daemon]")
+        if key in _MODEL_KEYS:
+            raise BadRequestError(f"configuration {path}: {key} belongs under a line [[models]]")
+        if key not in ("daemon", "models"):
+            raise BadRequestError(f"configuration {path}: unknown table {key!r}; known are [daemon] and [[models]]")
+    if not isinstance(table.get("daemon", {}), dict):
+        raise BadRequestError(f"configuration {path}: it has one table [daemon], not daemon = {table['daemon']!r}")
+    if not _is_list_of_tables(table.get("models", [])):
+        raise BadRequestError(
+            f"configuration {path}: it has any number of [[models]], each followed by lines such as "
+            'checkpoint = "/models/chat.gguf"; [models] and models = … are something else'
+        )
 
 
 def _is_list_of_tables(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
+def _known_settings() -> dict[str, Field[Any]]:
+    """What a line under [daemon] may set, by name."""
+    return {f.name: f for f in fields(DaemonConfig) if f.metadata.get("cli", True) and f.name != "config"}
+
+
 def _settings(path: str, table: dict[str, Any]) -> dict[str, Any]:
-    known = {f.name: f for f in fields(DaemonConfig) if f.metadata.get("cli", True) and f.name != "config"}
+    known = _known_settings()
     settings: dict[str, Any] = {}
     for key, value in table.items():
         if key not in known:
-            raise BadRequestError(f"configuration {path}: unknown key daemon.{key}")
+            raise BadRequestError(f"configuration {path}: unknown key daemon.{key}; known are {', '.join(known)}")
         if key in ("allow_uids", "allow_gids"):
             if not isinstance(value, list) or not all(type(uid) is int for uid in value):
                 raise BadRequestError(f"configuration {path}: daemon.{key} must be a list of numbers")
@@ -102,10 +167,11 @@ def _settings(path: str, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(path: str, entry: dict[str, Any], layout_version: int) -> Source:
-    known = {"checkpoint", "model", "quantization", "compute_dtype", "config_overrides"}
-    unknown = set(entry) - known
+    unknown = sorted(set(entry) - set(_MODEL_KEYS))
     if unknown:
-        raise BadRequestError(f"configuration {path}: unknown key models.{sorted(unknown)[0]}")
+        raise BadRequestError(
+            f"configuration {path}: unknown key models.{unknown[0]}; known are {', '.join(_MODEL_KEYS)}"
+        )
     checkpoint = entry.get("checkpoint", "")
     if not isinstance(checkpoint, str) or not os.path.isabs(checkpoint) or ".." in checkpoint.split("/"):
         raise BadRequestError(f"configuration {path}: models.checkpoint must be an absolute path without ..")

@@ -130,8 +130,9 @@ class Generation:
 
     @property
     def name(self) -> str:
-        """What people call it, and every command takes: the start of its id, or @ and its serial before it has one."""
-        return self.id[:12] or f"@{self.serial}"
+        """What people call it, and every command takes: the start of its id; or @ and its serial if it has no id yet,
+        or is FAILED and may share its id with one that was loaded since."""
+        return f"@{self.serial}" if self.state is State.FAILED or not self.id else self.id[:12]
 
     @property
     def resident_bytes(self) -> int:

@@ -111,7 +111,7 @@ class Residency:
 
     def fail(self, generation: Generation, failure: CacheError) -> None:
         """→ FAILED(reason): memory back, once nobody maps it; kept in the catalog so that an operator sees why."""
-        log.error("generation %s FAILED: %s", generation.id[:12] or f"#{generation.serial}", failure.message)
+        log.error("generation %s FAILED: %s", generation.name, failure.message)
         self._leases.revoke_tickets(generation)
         num_segments = len(generation.segments)
         generation.lingering_bytes = generation.fail(failure)
@@ -122,7 +122,7 @@ class Residency:
     def retire(self, generation: Generation) -> bool:
         """READY → RETIRING. True if its memory went at once, for want of leases."""
         if generation.state is State.READY:
-            generation.state = State.RETIRING
+            generation.enter(State.RETIRING)
             self._leases.notify(generation, Event.RETIRING)
             self._parking.save()
         return self._free_if_unused(generation)

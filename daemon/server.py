@@ -50,6 +50,8 @@ def run(config: DaemonConfig, reread: ReadConfig | None = None) -> int:
     an unknown version."""
     os.umask(0o077)
     raise_descriptor_limit()
+    for warning in config.warnings():
+        log.warning("%s", warning)
     runtime_dir = runtime_folder.prepare(config.runtime_dir)
     with runtime_folder.locked(runtime_dir, DAEMON_LOCK, "another daemon serves in"):
         for name in (DAEMON_SOCKET, HANDOVER_SOCKET):
@@ -128,10 +130,13 @@ async def _holders_to_leave(cache: WeightCache) -> None:
 
 async def _load(cache: WeightCache, metrics: Metrics, source: Source) -> None:
     """A model that fails is reported by /ready, and leaves the others alone."""
-    with suppress(CacheError), metrics.load():
-        async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
-            async for _ in steps:
-                pass
+    try:
+        with metrics.load():
+            async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
+                async for _ in steps:
+                    pass
+    except CacheError as error:
+        cache.note_failure(source, error)
 
 
 async def _keep_in_touch(cache: WeightCache, notifier: Notifier) -> None:

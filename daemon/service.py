@@ -16,7 +16,7 @@ from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
 from . import wire
-from .cache import Selector, WeightCache, require_device
+from .cache import Changed, Selector, WeightCache, require_device
 from .errors import BadRequestError, CacheError
 from .generations import Generation, Progress
 from .leases import Lease
@@ -44,6 +44,8 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                 async for step in steps:
                     if isinstance(step, Progress):
                         yield pb.LoadEvent(progress=wire.progress_message(step))
+                    elif isinstance(step, Changed):
+                        yield pb.LoadEvent(changed=pb.Changed(generation_id=step.generation_id, paths=step.paths))
                     else:
                         yield pb.LoadEvent(loaded=self._describe(step))
 
@@ -131,7 +133,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                     yield pb.VerifyEvent(
                         verified=pb.Verified(
                             generation_id=generation.id,
-                            num_tensors=step.num_tensors,
+                            num_tensors=generation.manifest.num_tensors if generation.manifest else 0,
                             num_bytes=step.num_bytes,
                         )
                     )

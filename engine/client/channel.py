@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ import grpc
 from preload.engine.errors import DaemonError, DaemonUnreachableError, NotAllowedError, from_proto
 from preload.protos import weight_cache_pb2 as pb
 
+DAEMON_SOCKET = "daemon.sock"
+_WAIT_POLL_S = 0.02
 ERROR_TRAILER = "preload-error-bin"
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 1024 * 1024),
@@ -29,7 +33,7 @@ _OPTIONS = (
 def open_channel(runtime_dir: str) -> grpc.Channel:
     """A channel to the daemon of a runtime folder; connects on first use. Raises early: DaemonUnreachableError if
     there is no socket, NotAllowedError if this user may not connect to it."""
-    path = Path(runtime_dir).absolute() / "daemon.sock"
+    path = Path(runtime_dir).absolute() / DAEMON_SOCKET
     try:
         owner = path.stat().st_uid
         allowed = os.access(path, os.W_OK, effective_ids=True)
@@ -49,6 +53,29 @@ def open_channel(runtime_dir: str) -> grpc.Channel:
     return grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
 
 
+def wait_for_daemon(runtime_dir: str, timeout_s: float) -> None:
+    """Returns when somebody listens at the daemon's socket, or when the time is over: whoever asks then hears why
+    nobody does."""
+    deadline_s = time.monotonic() + timeout_s
+    while not _listens(runtime_dir) and time.monotonic() < deadline_s:
+        time.sleep(_WAIT_POLL_S)
+
+
+def _listens(runtime_dir: str) -> bool | None:
+    """Whether the socket has a process behind it; None if there is no socket. One that we may not use has."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog says that somebody listens
+        try:
+            probe.connect(str(Path(runtime_dir).absolute() / DAEMON_SOCKET))
+        except ConnectionRefusedError:
+            return False
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            return True
+    return True
+
+
 def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
     """Raises the PreloadError that a failed rpc (a grpc.RpcError that is also its Call) stands for."""
     for key, value in error.trailing_metadata() or ():
@@ -56,6 +83,16 @@ def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
             raise from_proto(pb.ErrorInfo.FromString(value)) from error
     code, details = error.code(), error.details()
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        listens = _listens(runtime_dir)
+        if listens is None:
+            raise DaemonUnreachableError(
+                f"the daemon in {runtime_dir} has ended: start one with `preload daemon`"
+            ) from error
+        if not listens:
+            raise DaemonUnreachableError(
+                f"the daemon in {runtime_dir} is gone (its socket is a dead predecessor's): start one with "
+                "`preload daemon`"
+            ) from error
         raise DaemonUnreachableError(f"the daemon in {runtime_dir} does not answer: {details}") from error
     raise DaemonError(f"the daemon in {runtime_dir} answered {code.name}: {details}") from error
 

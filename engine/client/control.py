@@ -12,7 +12,7 @@ from preload.engine.recipe import Recipe
 from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
-from .channel import open_channel, typed_errors, typed_stream
+from .channel import open_channel, typed_errors, typed_stream, wait_for_daemon
 
 RPC_TIMEOUT_S = 10.0
 
@@ -39,7 +39,11 @@ def make_selector(
 
 
 def absolute(path: str | Path) -> str:
-    """The path from the root; links up to the last ".." are resolved, because "link/.." is not where the link is."""
+    """The path from the root; links up to the last ".." are resolved, because "link/.." is not where the link is.
+
+    Raises RequestError on an empty one, which would mean the current folder."""
+    if not str(path):
+        raise RequestError("an empty path names no checkpoint")
     parts = Path(path).absolute().parts
     if ".." in parts:
         end = len(parts) - parts[::-1].index("..")
@@ -48,10 +52,14 @@ def absolute(path: str | Path) -> str:
 
 
 class Control:
-    """One connection to the daemon of a runtime folder. Every method raises PreloadError; none waits for ever."""
+    """One connection to the daemon of a runtime folder. Every method raises PreloadError; none waits for ever.
 
-    def __init__(self, runtime_dir: str | None = None) -> None:
+    `wait_s`: how long a daemon that is being started may take until it listens."""
+
+    def __init__(self, runtime_dir: str | None = None, *, wait_s: float = 0.0) -> None:
         self.runtime_dir = runtime_dir or default_runtime_dir()
+        if wait_s > 0:
+            wait_for_daemon(self.runtime_dir, wait_s)
         self._channel = open_channel(self.runtime_dir)
         self._stub = pb_grpc.WeightCacheStub(self._channel)
 
