@@ -28,13 +28,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.quantization not in QUANTIZATIONS:
-            raise RequestError(
-                f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}"
-            )
+            raise RequestError(f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}")
         if self.compute_dtype not in COMPUTE_DTYPES:
-            raise RequestError(
-                f"unknown compute dtype {self.compute_dtype!r}; known are {', '.join(COMPUTE_DTYPES)}"
-            )
+            raise RequestError(f"unknown compute dtype {self.compute_dtype!r}; known are {', '.join(COMPUTE_DTYPES)}")
 
     def to_proto(self) -> pb.Recipe:
         overrides = canonical_json(self.config_overrides) if self.config_overrides else ""
@@ -66,7 +62,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"configuration overrides are not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RequestError(f"configuration overrides must be a JSON object, not {type(value).__name__}")

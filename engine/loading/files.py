@@ -23,16 +23,13 @@ class CheckpointFile:
     def __init__(self, path: str) -> None:
         """Raises CheckpointNotFoundError if the file is missing, unreadable or not a regular file."""
         self.path = os.path.abspath(path)
+        self.fd = -1
         try:
             # Without O_NONBLOCK, a FIFO in a file's place would hang the loader.
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        try:
-            self._look()
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self._look()
 
     def _look(self) -> None:
         if not stat_bits.S_ISREG(os.fstat(self.fd).st_mode):
@@ -79,7 +76,12 @@ class CheckpointFile:
         _check_unchanged(self.path, self.stat)
 
     def close(self) -> None:
-        os.close(self.fd)
+        """Idempotent. A file that is forgotten, because another one of its checkpoint was bad, is closed as well."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close
 
 
 class CheckpointFolder:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from preload.engine.client import attach
 from preload.engine.client.control import make_selector
-from preload.engine.errors import CheckpointChangedError, NotResidentError
+from preload.engine.errors import CheckpointChangedError, CheckpointError, NotResidentError
 from preload.engine.recipe import Recipe
 from preload.protos import weight_cache_pb2 as pb
 
@@ -257,3 +259,93 @@ def test_an_engine_without_the_files_keeps_attaching_by_digest(daemon: Any, fold
         checkpoint_digest=loaded.checkpoint_digest, runtime_dir=str(daemon.runtime_dir), tensors="buffers"
     ) as attachment:
         assert attachment.generation_id == loaded.id
+
+
+def test_a_file_that_goes_before_the_shards_is_a_change(daemon: Any, folder: Path, llama: Any) -> None:
+    shards = llama.sharded(folder.with_name("shards"), read_back(folder / "model.safetensors"))
+    loaded = daemon.load(shards)
+    added = shards / "model.safetensors"
+    llama.write(added, llama.tensors(seed=int.from_bytes(os.urandom(4))))
+    with pytest.raises(CheckpointChangedError, match=str(added)) as refusal:
+        attached_id(daemon, shards)
+    assert refusal.value.fields["generation"] == loaded.id
+    assert daemon.load(shards).id != loaded.id
+    added.unlink()
+    with pytest.raises(CheckpointChangedError, match=str(added)):
+        attached_id(daemon, shards)
+
+
+def test_one_more_file_of_weights_in_a_folder_is_a_change(daemon: Any, tmp_path: Path, llama: Any) -> None:
+    tensors = llama.tensors(seed=int.from_bytes(os.urandom(4)))
+    folder = llama.folder(tmp_path / "model", tensors)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    daemon.load(folder, model="raw")
+    llama.write(folder / "more.safetensors", {"more": tensors["model.norm.weight"]})
+    with pytest.raises(CheckpointChangedError, match=str(folder / "more.safetensors")):
+        attached_id(daemon, folder, Recipe(model="raw"))
+
+
+def test_a_second_gguf_in_a_folder_is_refused(daemon: Any, tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    raw = Recipe(model="raw")
+    write_gguf(tmp_path / "a.gguf", {"t": (0, [64], os.urandom(256))})
+    daemon.load(tmp_path, model="raw")
+    write_gguf(tmp_path / "b.gguf", {"t": (0, [64], os.urandom(256))})
+    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+        attached_id(daemon, tmp_path, raw)
+    (tmp_path / "b.gguf").unlink()
+    assert attached_id(daemon, tmp_path, raw)
+
+
+def test_a_file_that_means_nothing_may_come_and_go(daemon: Any, folder: Path) -> None:
+    loaded = daemon.load(folder)
+    (folder / "README.md").write_text("words")
+    assert attached_id(daemon, folder) == loaded.id
+    assert num_rehashes(daemon, folder) == 1
+    assert attached_id(daemon, folder) == loaded.id
+    assert num_rehashes(daemon, folder) == 1, "the folder's receipt was renewed"
+
+
+def test_a_file_named_by_itself_does_not_care_for_its_neighbours(daemon: Any, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    loaded = daemon.load(weights)
+    (folder / "more.safetensors").write_bytes(b"anything")
+    assert attached_id(daemon, weights) == loaded.id
+    assert num_rehashes(daemon, weights) == 0
+
+
+def shared_mapping(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def test_a_store_through_a_mapping_that_was_dirty_before_the_load_is_seen(daemon: Any, folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    with shared_mapping(weights) as view:
+        view[-1] ^= 1
+        loaded = daemon.load(folder)
+        assert attached_id(daemon, folder) == loaded.id
+        view[-1] ^= 1
+        with pytest.raises(CheckpointChangedError, match=str(weights)):
+            attached_id(daemon, folder)
+        view[-1] ^= 1
+        assert attached_id(daemon, folder) == loaded.id
+
+
+def test_files_in_memory_are_proved_by_their_content_each_time(daemon: Any, llama: Any) -> None:
+    """A stat of theirs does not show the store."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = llama.folder(Path(name), llama.tensors(seed=int.from_bytes(os.urandom(4))))
+        weights = folder / "model.safetensors"
+        with shared_mapping(weights) as view:
+            view[-1] ^= 1
+            loaded = daemon.load(folder)
+            for _ in range(2):
+                assert attached_id(daemon, folder) == loaded.id
+            assert num_rehashes(daemon, folder) == 2
+            before = os.stat(weights)
+            view[-1] ^= 1
+            assert os.stat(weights).st_ctime_ns == before.st_ctime_ns
+            with pytest.raises(CheckpointChangedError, match=str(weights)):
+                attached_id(daemon, folder)

@@ -1,3 +1,6 @@
+import errno
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from preload.daemon.capacity import (
     control_group_headroom_bytes,
     parse_limit,
     physical_host_bytes,
+    refusal,
 )
-from preload.daemon.errors import BadRequestError, NoMemoryError
+from preload.daemon.errors import BadRequestError, CacheError, InternalError, NoMemoryError, TooManyError
 
 
 @pytest.mark.parametrize(
@@ -93,3 +97,23 @@ def test_memory_promised_to_others_is_not_there_for_a_load() -> None:
     check_kernel_has(1 << 20)
     with pytest.raises(NoMemoryError, match="available"):
         check_kernel_has(1 << 20, promised_bytes=available_host_bytes())
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.EMFILE, TooManyError, f"limit allows, {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise it"),
+        (errno.ENFILE, TooManyError, "fs.file-max"),
+        (errno.EAGAIN, TooManyError, "limit on processes"),
+        (errno.ENOMEM, NoMemoryError, "the kernel has no memory"),
+        (errno.EFBIG, BadRequestError, "larger than the system lets a file be"),
+        (errno.EINVAL, InternalError, "Invalid argument"),
+    ],
+)
+def test_what_the_system_does_not_give_is_refused_by_the_limit_that_was_met(
+    number: int, kind: type[CacheError], words: str
+) -> None:
+    error = refusal(OSError(number, os.strerror(number)), "a segment of 5 bytes")
+    assert type(error) is kind
+    assert error.message.startswith("cannot create a segment of 5 bytes: ")
+    assert words in error.message

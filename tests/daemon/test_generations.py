@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from preload.daemon.errors import BadRequestError, LoaderDiedError, NotResidentError
@@ -134,3 +136,20 @@ def test_a_generation_is_remembered_under_so_many_names_only() -> None:
     names = catalog.names(generation)
     assert len(names) <= Catalog.MAX_NAMES + 1
     assert names[-1].path == f"/link{2 * Catalog.MAX_NAMES - 1}"
+
+
+def test_outlines_are_those_of_ready_generations_that_the_recipe_allows() -> None:
+    catalog = Catalog()
+    source = Source("/other", KEEP, Rank())
+    assert catalog.outlines(source) == frozenset()
+    catalog.begin(Source("/loading", KEEP, Rank()), "host")
+    first = ready(catalog, "/a", digest="a")
+    ready(catalog, "/b", recipe=F32)
+    second = ready(catalog, "/c", digest="c")
+    for generation, outline in ((first, b"1"), (second, b"2")):
+        assert generation.manifest is not None
+        generation.manifest = replace(generation.manifest, outline=outline)
+    assert catalog.outlines(source) == {b"1", b"2"}
+    assert catalog.outlines(replace(source, rank=Rank(role="draft"))) == frozenset()
+    first.fail(LoaderDiedError("gone"))
+    assert catalog.outlines(source) == {b"2"}

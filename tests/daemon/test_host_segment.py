@@ -45,3 +45,11 @@ def test_segment_cannot_be_resized_while_it_is_filled() -> None:
         os.ftruncate(segment.fd, 4096)
     segment.close()
     segment.close()  # idempotent
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "ü" * 1000, "🙂" * 62, "a\0b", "\udcff"])
+def test_any_name_of_a_checkpoint_will_do(name: str) -> None:
+    segment = HostSegment.allocate(4096, name)
+    link = os.readlink(f"/proc/self/fd/{segment.fd}".encode())
+    segment.close()
+    assert link.startswith(b"/memfd:preload:")

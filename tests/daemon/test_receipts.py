@@ -1,11 +1,12 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from preload.daemon.errors import CheckpointNotFoundError
 from preload.daemon.generations import Receipt
-from preload.daemon.receipts import changed, require_path, stale
+from preload.daemon.receipts import blind, changed, require_path, stale
 
 
 def receipt(path: Path, digest: bytes = b"x") -> Receipt:
@@ -52,3 +53,32 @@ def test_broken_link_is_named_with_its_target(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "gone")
     with pytest.raises(CheckpointNotFoundError, match=r"link.*broken link to .*gone"):
         require_path(str(link))
+
+
+def test_a_folder_holds_until_a_name_comes_or_goes(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    proof = receipt(tmp_path)
+    (tmp_path / "a").write_text("more")
+    assert stale([proof]) == []
+    (tmp_path / "b").touch()
+    assert stale([proof]) == [str(tmp_path)]
+    proof = receipt(tmp_path)
+    (tmp_path / "b").unlink()
+    assert stale([proof]) == [str(tmp_path)]
+
+
+def test_a_file_of_which_no_stat_tells_is_proved_by_none(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    path.touch()
+    proof = receipt(path)
+    assert blind([proof]) == []
+    assert blind([proof, replace(proof, stat_blind=True)]) == [str(path)]
+
+
+def test_a_file_that_was_not_hashed_is_changed_if_its_state_is(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"1")
+    a, b = receipt(tmp_path / "a"), receipt(tmp_path / "b")
+    unread_a, unread_b = replace(a, content_digest=b""), replace(b, content_digest=b"", ctime_ns=b.ctime_ns + 1)
+    assert changed([a, b], [unread_a, unread_b]) == [b.path]
+    assert changed([a], [unread_a]) == [a.path], "something was, and nothing else is left"

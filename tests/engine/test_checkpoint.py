@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from preload.engine.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError
-from preload.engine.loading.checkpoint import open_checkpoint
+from preload.engine.loading.checkpoint import layout_names, open_checkpoint
 from preload.engine.loading.files import CheckpointFile
 
 Write = Callable[..., Path]
@@ -94,6 +94,24 @@ def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, write_safete
     checkpoint = open_checkpoint(str(snapshot))
     assert checkpoint.weights[0].file.path == str(snapshot / "model.safetensors")
     assert checkpoint.weights[0].file.stat.inode == (blobs / "1234").stat().st_ino
+
+
+def test_a_folder_knows_the_names_that_decide_what_it_is(folder: Path, write_safetensors: Write) -> None:
+    write_safetensors(folder / "model.safetensors", {"a": EIGHT})
+    for name in ("README.md", "tokenizer.json", "other.gguf", "old.bin", INDEX):
+        (folder / name).touch()
+    found = open_checkpoint(str(folder)).folder
+    assert found is not None
+    assert layout_names(found) == sorted(["config.json", "model.safetensors", "other.gguf", "old.bin", INDEX])
+    assert open_checkpoint(str(folder / "model.safetensors")).folder is None
+
+
+def test_a_name_that_is_no_text_is_refused(folder: Path, write_safetensors: Write) -> None:
+    write_safetensors(folder / "model.safetensors", {"a": EIGHT})
+    (folder / os.fsdecode(b"\xff.txt")).touch()
+    assert names(folder) == ["a"]
+    (folder / os.fsdecode(b"\xff.safetensors")).touch()
+    assert "'\\udcff.safetensors', whose name is not UTF-8; rename it" in refusal(folder)
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from preload.engine.errors import CheckpointError, RequestError
 from preload.engine.loading.resolve import open_and_resolve
 from preload.engine.loading.steps import Resolved
-from preload.engine.recipe import Recipe
+from preload.engine.recipe import Recipe, parse_overrides
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -175,3 +175,9 @@ def test_gguf_blocks_become_rows_of_bytes(demo_model: Path) -> None:
     assert steps[Q].permuted_head_dim == 64
     assert steps["model.layers.1.self_attn.v_proj.weight"].permuted_head_dim == 0
     assert [(target.name, owner) for target, owner in resolved.aliases] == [("lm_head.weight", EMBEDDING)]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a":' + "[" * 20_000])
+def test_overrides_that_are_no_object_are_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="configuration overrides"):
+        parse_overrides(text)
