@@ -33,7 +33,7 @@ class CoreSession:
         self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         # The generated class is typed for both flavours of channel, and mypy sees the synchronous one.
         self._stub: pb_grpc.EngineCoreAsyncStub = pb_grpc.EngineCoreStub(self._channel)
-        self._outgoing: asyncio.Queue[pb.CoreRequest] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.CoreRequest | None] = asyncio.Queue()
 
     async def wait_serving(self) -> None:
         """Returns when the core says SERVING. Raises StartError when it hangs up before."""
@@ -54,8 +54,8 @@ class CoreSession:
         self._outgoing.put_nowait(request)
 
     async def _requests(self) -> AsyncIterator[pb.CoreRequest]:
-        while True:
-            yield await self._outgoing.get()
+        while (request := await self._outgoing.get()) is not None:
+            yield request
 
     async def run(self, on_output: Callable[[pb.RequestOutput], None]) -> str:
         """Reads outputs until the stream ends; returns why it did."""
@@ -68,6 +68,7 @@ class CoreSession:
             return f"{error.code().name}: {error.details()}"
         finally:
             call.cancel()
+            self._outgoing.put_nowait(None)  # the generator ends by itself; gRPC leaves it to the garbage collector
         return "the core ended the stream"
 
     async def stats(self, timeout_s: float | None) -> pb.StatsResponse:

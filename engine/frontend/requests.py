@@ -250,7 +250,7 @@ class InFlight:
 
 def _died_repeatedly(sample: Sample) -> CoreFailedError:
     return CoreFailedError(
-        f"{sample.num_deaths} engine cores died while they worked on this request, the last time without suspecting another; "
+        f"{sample.num_deaths} engine cores died while they worked on this request, and no other can have caused it; "
         "it is not tried again",
         code="core_died_repeatedly",
     )

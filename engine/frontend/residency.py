@@ -47,7 +47,8 @@ def _load(config: FrontendConfig, report: OnProgress) -> Loaded:
             if event.WhichOneof("event") == "loaded":
                 loaded = event.loaded
                 return Loaded(loaded.id, loaded.resident_bytes, loaded.id in ready)
-            report(event.progress.phase, event.progress.done_bytes, event.progress.total_bytes)
+            if event.WhichOneof("event") == "progress":
+                report(event.progress.phase, event.progress.done_bytes, event.progress.total_bytes)
     raise InternalDaemonError(f"the load of {config.checkpoint} ended without a generation")
 
 
