@@ -26,7 +26,7 @@ class Notifier:
     def __init__(self, address: str) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
-        self._was_connected = False
+        self._has_lost = False
         self._is_new = False
 
     @staticmethod
@@ -73,11 +73,11 @@ class Notifier:
             sock.close()
             raise
         self._socket = sock
-        self._is_new = self._was_connected
-        self._was_connected = True
+        self._is_new = self._has_lost
         return sock
 
     def _lose(self, error: OSError) -> None:
+        self._has_lost = True  # also if nobody was there from our start on: who comes then knows nothing
         if self._socket is not None:
             log.warning("the service manager does not listen: %s", error)
             self._socket.close()

@@ -147,7 +147,8 @@ class Parking:
         self._file.write(message.SerializeToString())
 
     def begin(self) -> None:
-        """This life's catalog replaces the last one's; the keeper has the descriptors it speaks of already."""
+        """This life's catalog replaces the last one's. The keeper is given everything again: it may be another one than
+        that which started us, and then it has nothing."""
         if not self._notifier.has_manager:
             return
         if self._file is None:
@@ -156,6 +157,7 @@ class Parking:
             self._notifier.store(CATALOG_NAME, self._file.fd)
         else:
             self.save()
+            self.store_all()
 
     def store_all(self) -> None:
         """Everything once more, with a keeper that knows nothing: descriptors first, then what describes them."""
