@@ -45,8 +45,8 @@ class Points:
     def fired(self, name: str) -> int:
         """The pid of the process that was killed at the failpoint, or waits there; waits for it."""
         path = self.folder / f"{name}.reached"
-        pid = int(self.wait_for(lambda: path.exists() and path.read_text(), f"{name} to be reached"))
-        return pid
+        self.until(lambda: "" if path.exists() and path.read_text().isdigit() else f"{name} is not reached")
+        return int(path.read_text())
 
     def until(self, problem: Callable[[], str]) -> None:
         """Waits until there is no problem any more, and fails with the last one that there was."""
@@ -108,10 +108,12 @@ class Weights:
 
 @dataclass
 class Kept:
-    """A daemon with failpoints, under a keeper with failpoints. `under` is the keeper, as a DaemonUnderTest."""
+    """A daemon with failpoints, under a keeper with failpoints. `under` is the keeper, as a DaemonUnderTest, or the
+    daemon itself if there is no keeper."""
 
     points: Points
     under: Any
+    has_keeper: bool = True
     weights: list[Weights] = field(default_factory=list)
 
     @property
@@ -187,11 +189,12 @@ class Kept:
 
     def _lost_descriptors(self, daemon: int, live: list[Any]) -> str:
         """Daemon and keeper hold the catalog, and of each generation the manifest and the segments: nothing else."""
-        names = [f"{i}:{Path(g.checkpoint_paths[0]).name}" for g in live for i in range(g.num_segments)]
-        wanted = sorted(["catalog", *names, *["manifest"] * len(live)])
+        wanted = [f"{i}:{Path(g.checkpoint_paths[0]).name}" for g in live for i in range(g.num_segments)]
+        if self.has_keeper:
+            wanted += ["catalog", *["manifest"] * len(live)]
         for who, pid in (("daemon", daemon), ("keeper", self.under.pid)):
-            if memfds(pid) != wanted:
-                return f"the {who} has {memfds(pid)}, and {wanted} is wanted"
+            if memfds(pid) != sorted(wanted):
+                return f"the {who} has {memfds(pid)}, and {sorted(wanted)} is wanted"
         return ""
 
     def end(self) -> None:
@@ -229,17 +232,43 @@ def make_weights(tmp_path: Path, write_safetensors: Callable[..., Path]) -> Call
     return make
 
 
+@pytest.fixture(scope="module")
+def unkept(tmp_path_factory: pytest.TempPathFactory, make_shared_daemon: Callable[..., Any], wait_for: Any) -> Kept:
+    """A daemon that the tests of a module share and do no harm: only what speaks to it has failpoints."""
+    points = Points(tmp_path_factory.mktemp("failpoints"), wait_for)
+    loader = points.command("loader", "-m", "preload.engine.loading.loader")
+    daemon = [sys.executable, str(FAKES / "run_daemon.py"), json.dumps({"loader_command": loader})]
+    return Kept(points, make_shared_daemon(command=daemon), has_keeper=False)
+
+
 @pytest.fixture
 def kept(points: Points, make_daemon: Callable[..., Any]) -> Iterator[Kept]:
     """A keeper and its daemon. Leases of holders that do not come back end after two seconds."""
-    loader = points.command("loader", "-m", "preload.engine.loading.loader")
-    daemon = points.command("daemon", str(FAKES / "run_daemon.py"), json.dumps({"loader_command": loader}))
-    keeper = points.command("keeper", str(FAKES / "run_keeper.py"), json.dumps(daemon))
-    made = Kept(points, make_daemon("--reclaim-timeout-s", "2", command=keeper))
+    made = Kept(points, make_daemon("--reclaim-timeout-s", "2", command=keeper_command(points)))
     try:
         yield made
     finally:
         made.clean_up()
 
 
-__all__ = ["Kept", "Points", "Weights", "is_dead", "kept", "make_weights", "memfds", "points"]
+@pytest.fixture(scope="module")
+def make_kept(make_shared_daemon: Callable[..., Any], wait_for: Callable[..., Any]) -> Callable[[Path], Kept]:
+    """The same for all tests of a module; runtime folder and failpoints lie in the folder that is named."""
+
+    def make(folder: Path) -> Kept:
+        (folder / "failpoints").mkdir()
+        points = Points(folder / "failpoints", wait_for)
+        runtime_dir = points.folder / "run"
+        options = ("--reclaim-timeout-s", "2")
+        return Kept(points, make_shared_daemon(*options, command=keeper_command(points), runtime_dir=runtime_dir))
+
+    return make
+
+
+def keeper_command(points: Points) -> list[str]:
+    loader = points.command("loader", "-m", "preload.engine.loading.loader")
+    daemon = points.command("daemon", str(FAKES / "run_daemon.py"), json.dumps({"loader_command": loader}))
+    return points.command("keeper", str(FAKES / "run_keeper.py"), json.dumps(daemon))
+
+
+__all__ = ["Kept", "Points", "Weights", "is_dead", "kept", "make_kept", "make_weights", "memfds", "points", "unkept"]

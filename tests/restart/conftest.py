@@ -40,3 +40,9 @@ _failpoint_side = _load_fake("failpoint_side")
 points = _failpoint_side.points
 make_weights = _failpoint_side.make_weights
 kept = _failpoint_side.kept
+unkept = _failpoint_side.unkept
+make_kept = _failpoint_side.make_kept
+
+_service_side = _load_fake("service_side")
+service = _service_side.service
+clients = _service_side.clients
