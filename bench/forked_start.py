@@ -148,8 +148,8 @@ def takeover(server: Server) -> float:
 def _ready_ns_after(server: Server, victim: int) -> int:
     """When the core after the victim was ready; 0 while it is not. Asked seldom: an answer takes time from it."""
     time.sleep(_SELDOM_S)
-    newest = server.cores()[-1]
-    return int(newest["ready_at_ns"] or 0) if newest["pid"] != victim else 0
+    serving = [life for life in server.cores() if life["state"] == "serving" and life["pid"] != victim]
+    return int(serving[-1]["ready_at_ns"]) if serving else 0
 
 
 def _free_port() -> int:

@@ -23,8 +23,9 @@ PROMPT = "What is the capital of France?"
 
 def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = ()) -> dict[str, Any]:
     """Seconds and phases of one cold start and of `num_restarts` warm restarts, and their ratio; and, over 20 starts
-    each, what bench/forked_start.py measures."""
+    each, what bench/forked_start.py and bench/takeover.py measure."""
     from .forked_start import run as measure_forks
+    from .takeover import run as measure_takeovers
 
     with PrivateDaemon() as daemon:
         drop_page_cache(checkpoint)
@@ -51,6 +52,7 @@ def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = (
         },
         "ratio": round(cold_s / statistics.median(warm_s), 2),
         **measure_forks(checkpoint),
+        **measure_takeovers(checkpoint, num_fresh=num_restarts),
     }
 
 

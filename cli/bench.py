@@ -133,6 +133,9 @@ def _print_restart(result: dict[str, Any]) -> None:
     print(f"SIGKILL of the core to the next first token (median): {result['warm_restart']['p50_s']:.2f} s")
     print(f"ratio: {result['ratio']:.1f}")
     print(f"SIGKILL to the next token of the stream, core forked (median): {result['takeover_fork']['p50_s']:.2f} s")
+    print(f"the same by a standby: {result['takeover_standby']['p50_s']:.2f} s")
+    fresh, imports = result["takeover_fresh"]["p50_s"], result["import_torch"]["p50_s"]
+    print(f"the same by a fresh process: {fresh:.2f} s, of which `import torch` takes {imports:.2f} s")
     print(f"fresh `preload serve` with a template, exec to first token: {result['serve_first_token']['p50_s']:.2f} s")
     print(f"a process that only imports the frontend's libraries: {result['imports_only']['p50_s']:.2f} s")
 

@@ -50,6 +50,14 @@ def test_a_core_that_served_for_a_while_starts_the_count_anew() -> None:
     assert backoff.after(life(1, 2)) == 0
 
 
+def test_a_core_that_has_given_tokens_is_replaced_at_once() -> None:
+    backoff = Backoff()
+    for _ in range(10):
+        died = life(1, 1.5)
+        died.first_token_at_ns = int(1.2 * SECOND_NS)
+        assert backoff.after(died) == 0
+
+
 def test_places_are_given_in_order_and_a_large_request_is_not_overtaken() -> None:
     async def scenario() -> list[str]:
         admission = Admission(3, 10, Metrics())
