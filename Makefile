@@ -1,5 +1,6 @@
 # make demo     the main job, end to end, on a real model
 # make test     all tests but the ones that need a GPU
+# make fuzz     attacks on every listening socket, FUZZ_SECONDS each (120)
 # make bench    how long attaching and restarting take
 # make lint     ruff, mypy, import-linter, check-protos
 PYTHON ?= python3
@@ -10,7 +11,7 @@ MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test bench lint format protos check-protos setup clean
+.PHONY: demo test fuzz bench lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +28,10 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -m "not gpu"
+
+FUZZ_SECONDS := 120
+fuzz: setup
+	$(BIN)/pytest tests/fuzz --fuzz-seconds $(FUZZ_SECONDS)
 
 bench: setup
 	$(BIN)/preload bench attach

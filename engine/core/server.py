@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from preload.engine.errors import CoreError
@@ -58,7 +61,7 @@ class CoreService(pb_grpc.EngineCoreServicer):
         self._timeline = timeline
         self._identity = identity
         self._lock = threading.Lock()
-        self._stream_open = False
+        self._stream: OutputStream | None = None
         self._draining = False
         self.on_promoted: Callable[[], None] = lambda: None
 
@@ -69,16 +72,18 @@ class CoreService(pb_grpc.EngineCoreServicer):
     def Generate(  # noqa: N802
         self, request_iterator: Iterator[pb.CoreRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepOutput]:
+        stream = OutputStream()
         with self._lock:
             refusal = self._refusal()
-            self._stream_open = self._stream_open or not refusal
+            if not refusal:
+                self._stream = stream
         if refusal:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        stream = OutputStream()
         self._loop.inbox.put(StreamOpened(stream))
         if not context.add_callback(lambda: self._close(stream)):
             self._close(stream)
-        threading.Thread(target=self._read, args=(request_iterator,), name="core-requests", daemon=True).start()
+        reading = (request_iterator, stream, context)
+        threading.Thread(target=self._read, args=reading, name="core-requests", daemon=True).start()
         return iter(stream)
 
     def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:  # noqa: N802
@@ -113,21 +118,33 @@ class CoreService(pb_grpc.EngineCoreServicer):
             return "the engine core is draining; use another"
         if self.standby:
             return "the engine core is a standby; promote it first"
-        return "a Generate stream is open already; the core serves one frontend" if self._stream_open else ""
+        return "a Generate stream is open already; the core serves one frontend" if self._stream else ""
 
-    def _read(self, request_iterator: Iterator[pb.CoreRequest]) -> None:
+    def _read(
+        self,
+        request_iterator: Iterator[pb.CoreRequest | _Malformed],
+        stream: OutputStream,
+        context: grpc.ServicerContext,
+    ) -> None:
         try:
             for message in request_iterator:
+                if isinstance(message, _Malformed):
+                    context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+                    context.set_details(f"not a CoreRequest: {message.why}")
+                    self._close(stream)
+                    return
                 self._loop.inbox.put(RequestArrived(message))
         except grpc.RpcError:
             return  # the stream broke; its callback tells the loop
         self._loop.inbox.put(RequestsEnded())
 
     def _close(self, stream: OutputStream) -> None:
-        stream.end()
-        self._loop.inbox.put(StreamClosed())
         with self._lock:
-            self._stream_open = False
+            if self._stream is not stream:
+                return
+            stream.end()
+            self._loop.inbox.put(StreamClosed())
+            self._stream = None
 
 
 def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsResponse:
@@ -154,6 +171,30 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
     )
 
 
+@dataclass(frozen=True)
+class _Malformed:
+    """In place of a message that is none."""
+
+    why: str
+
+
+class _LenientStreams(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """A stream in which a message fails to parse would never call back in gRPC, and so never be over for us."""
+
+    def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None or not (handler.request_streaming and handler.response_streaming):
+            return handler
+        return handler._replace(request_deserializer=partial(_parse, handler.request_deserializer))
+
+
+def _parse(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        return _Malformed(str(error))
+
+
 class CoreServer:
     """A listening gRPC server around a CoreService; SERVING from `serve`, or a standby's promotion, until `stop`."""
 
@@ -161,6 +202,7 @@ class CoreServer:
         self._health = health.HealthServicer()
         self._server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="core-grpc"),
+            interceptors=[_LenientStreams()],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -39,6 +39,7 @@ wait_for_session = _frontend_side.wait_for_session
 start_frontend = _frontend_side.start_frontend
 
 _template_side = _load_fake("template_side")
+new_template = _template_side.new_template
 template = _template_side.template
 
 _reports: list[str] = []
