@@ -84,7 +84,10 @@ def _serve(place: Place, lock: int, detached: bool) -> ForkedCore | None:
             signal.signal(number, lambda *_: None)
         server = TemplateServer(place.socket, lock, code, _orphaned(place) if detached else lambda: True)
         log.info("forks cores at %s, %.2f s after its start", place.socket, (now_ns() - start_ns) / 1e9)
-        return server.serve(ours)
+        try:
+            return server.serve(ours)
+        finally:
+            signal.set_wakeup_fd(-1)
 
 
 def _run_core(core: ForkedCore) -> int:

@@ -179,8 +179,14 @@ class TemplateServer:
         self._watch(connection, pid)
 
     def _watch(self, connection: Connection, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:  # out of descriptors: a core that cannot be watched is none
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._refuse(connection, pb.Refused.FAILED, f"the template cannot watch a core: {error.strerror}")
+            return
         connection.core_pid = pid
-        pidfd = os.pidfd_open(pid)
         self._cores[pidfd] = connection
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd, pid))
         self._send(connection, pb.Answer(forked=pb.Forked(pid=pid)), [pidfd])
