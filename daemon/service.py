@@ -60,18 +60,18 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
             selector, opening.pid, wire.client_name(opening.client), opening.reclaim_secret
         )
         reports = asyncio.create_task(_read_reports(request_iterator, lease))
+        reports.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may look
         try:
             self._metrics.attached(time.monotonic() - started_s)
-        reports.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may look
             yield self._attached(lease, ticket)
             async for event in _events(lease, until=reports):
                 yield event
                 if event.WhichOneof("event") == "draining" and self._cache.hands_over:
                     return  # the lease goes on in our successor, which comes the sooner
-        finally:
-            reports.cancel()
             if isinstance(failure := reports.exception(), CacheError):
                 raise failure
+        finally:
+            reports.cancel()
             self._cache.release(lease)
 
     def _attached(self, lease: Lease, ticket: bytes) -> pb.AttachEvent:
