@@ -95,11 +95,11 @@ def memfds(pid: int | str) -> list[str]:
 
 @pytest.fixture
 def make_kept(make_daemon: Callable[..., Any], wait_for: Callable[..., Any]) -> Iterator[Callable[..., Kept]]:
-    """Starts keepers with settings of run_keeper.py; no daemon is left behind, also where a keeper was killed."""
+    """Starts keepers with settings of run_keeper_with.py; no daemon is left, also where a keeper was killed."""
     made: list[Kept] = []
 
     def make(**settings: Any) -> Kept:
-        command = [sys.executable, str(FAKES / "run_keeper.py"), json.dumps(settings)]
+        command = [sys.executable, str(FAKES / "run_keeper_with.py"), json.dumps(settings)]
         made.append(Kept(make_daemon(command=command), wait_for))
         return made[-1]
 
@@ -320,7 +320,7 @@ def test_a_keeper_leaves_a_daemon_alone_that_was_started_without_one(
 ) -> None:
     """It gives no sign of life, and is not killed for it; when it ends, the keeper starts its own."""
     daemon = make_daemon()
-    command = [sys.executable, FAKES / "run_keeper.py", json.dumps({"watchdog_s": 0.2})]
+    command = [sys.executable, FAKES / "run_keeper_with.py", json.dumps({"watchdog_s": 0.2})]
     words = [*command, "--runtime-dir", daemon.runtime_dir, "--http-port", "0"]
     with (tmp_path / "log").open("wb") as log:
         keeper = subprocess.Popen(words, stdout=log, stderr=log)
