@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from .options import add_daemon, add_json, add_target, control_of, target_of
 
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         described = describe(error)
         print(json.dumps({"ok": False, **described, "error": described}))
+        print(f"preload: {error}", file=sys.stderr)
         return int(described["exit_code"])
     if arguments.json:
         print(json.dumps({"ok": True, "id": generation_id, "exit_code": 0}))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from preload.engine.errors import CoreError, PreloadError, RequestError, from_proto
 from preload.protos import weight_cache_pb2 as pb
 
-from .options import add_json, add_runtime_dir
+from .options import add_json, add_runtime_dir, name
 
 _STATUS_S = 5.0
 
@@ -21,7 +21,7 @@ _STATUS_S = 5.0
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("service", help="URL, model name or process id of a `preload serve` of this user")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--to", metavar="CHECKPOINT", help="serve this checkpoint from now on")
+    what.add_argument("--to", type=name, metavar="CHECKPOINT", help="serve this checkpoint from now on")
     what.add_argument(
         "--restart", action="store_true", help="a fresh core, with the same weights and what --set says"
     )

@@ -385,7 +385,7 @@ class Progress(_message.Message):
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
-    """"start", "plan", "read", "commit", "digest", "verify" """
+    """"start", "read", "kernels", "digest", "verify" """
     done_bytes: _builtins.int
     total_bytes: _builtins.int
     def __init__(

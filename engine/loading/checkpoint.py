@@ -100,8 +100,15 @@ def _open_file(path: str) -> Checkpoint:
         raise fault(path, f"is not a GGUF file: it starts with {head[:4]!r}; {REPLACE}")
     if path.endswith(".json"):
         raise fault(path, "is not a file of weights; name its folder")
+    if _is_text(head) or not (path.endswith(".safetensors") or head[8:9] == b"{"):
+        raise fault(path, f"is neither safetensors nor GGUF: it starts with {head[:8]!r}; {REPLACE}")
     file.close()
     return _open_safetensors(path, [path])
+
+
+def _is_text(head: bytes) -> bool:
+    """A file of weights begins with a length, of which most bytes are 0."""
+    return len(head) > 8 and all(byte >= 0x20 or byte in b"\t\n\r" for byte in head)
 
 
 def layout_names(folder: CheckpointFolder) -> list[str]:

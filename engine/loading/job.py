@@ -89,6 +89,7 @@ def _run(
         memfds = [_memfd("manifest", manifest), _memfd("receipts", receipts)]
     if kernels is not None:
         with timeline.phase("kernels"):
+            control.progress("kernels", resolved.num_source_bytes, resolved.num_source_bytes)
             _finish_kernels(kernels)
     committed = loader_pb2.Committed(phases=timeline.to_proto())
     control.send(loader_pb2.Update(committed=committed), memfds)

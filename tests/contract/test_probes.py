@@ -72,6 +72,27 @@ def test_ready_lists_what_is_missing_and_why_until_it_is_there(
     assert missing() == {}
 
 
+def test_a_configured_model_whose_file_is_missing_says_so_everywhere_and_in_the_log_once(
+    make_daemon: Callable[..., Any], tmp_path: Path, wait_for: Callable[..., Any]
+) -> None:
+    config, absent = tmp_path / "config.toml", tmp_path / "absent.gguf"
+    config.write_text(
+        f"[[models]]\ncheckpoint = '{absent}'\n[[models]]\ncheckpoint = '{absent}'\nquantization = 'bf16'\n"
+    )
+    daemon = make_daemon("--config", str(config))
+    wait_for(lambda: len(daemon.generations()) == 2, "both to fail")
+    status, body = get(daemon, "/ready")
+    missing = json.loads(body)["missing"]
+    assert status == 503
+    assert [(m["state"], m["quantization"]) for m in missing] == [("FAILED", "keep"), ("FAILED", "bf16")]
+    assert all("No such file" in m["reason"] for m in missing)
+    for generation in daemon.generations():
+        assert generation.failure.reason == pb.CHECKPOINT_NOT_FOUND
+        assert list(generation.checkpoint_paths) == [str(absent)]
+    failed = [line for line in daemon.log.splitlines() if "FAILED" in line and str(absent) in line]
+    assert len(failed) == 2
+
+
 def test_a_model_that_is_still_loading_is_missing(
     make_daemon: Callable[..., Any], gate: Any, raw_checkpoint: Path, wait_for: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -50,6 +50,22 @@ def test_failed_generation_keeps_its_reason_and_gives_its_memory_back() -> None:
     assert generation.segments == []
 
 
+def test_generation_without_an_id_of_its_own_is_found_by_its_serial() -> None:
+    catalog = Catalog()
+    loading, old = catalog.begin(Source("/n", KEEP, Rank()), "host"), ready(catalog)
+    assert (loading.name, old.name) == ("@1", old.id[:12])
+    old.fail(LoaderDiedError("corrupted"))
+    new = ready(catalog, "/copy")
+    assert new.id == old.id, "loaded again after it was found to be corrupted"
+    assert (old.name, new.name) == ("@2", new.id[:12])
+    assert [catalog.by_id(g.name) for g in (loading, old, new)] == [loading, old, new]
+    with pytest.raises(NotResidentError, match="@9"):
+        catalog.by_id("@9")
+    for wrong in ("@", "@x", "@-1", "@²"):
+        with pytest.raises(BadRequestError):
+            catalog.by_id(wrong)
+
+
 def test_generation_is_found_by_a_unique_prefix_only() -> None:
     catalog = Catalog()
     generation = ready(catalog)
