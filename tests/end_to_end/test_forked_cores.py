@@ -81,7 +81,7 @@ class Template:
         self.place = place_of(str(runtime_dir))
         command = [*PRELOAD, "template", "--runtime-dir", str(runtime_dir)]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env)
-        wait_for(lambda: list(runtime_dir.glob("template-*.sock")), "the template to listen")
+        wait_for(lambda: list(runtime_dir.glob("template-*.sock")), "the template to listen", 180)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -213,8 +213,8 @@ def test_cores_outlive_the_template_and_the_frontend_gets_along_without_and_star
     dead = httpx.get(f"{server.url}/debug/cores").json()["cores"][0]
     assert dead["exit_code"] is None
     assert "only its template knew" in dead["exit_reason"]
-    wait_for(lambda: detached_templates(daemon), "a template to be started")
-    wait_for(lambda: "forks cores at" in template.place.log.read_text(), "the new template to listen")
+    wait_for(lambda: detached_templates(daemon), "a template to be started", 180)
+    wait_for(lambda: "forks cores at" in template.place.log.read_text(), "the new template to listen", 180)
     assert template.place.log.stat().st_mode & 0o777 == 0o600
     assert server.kill_core()["is_forked"] is True
     server.stop()
@@ -239,5 +239,5 @@ def test_changed_code_is_never_served_from_an_old_template(
     assert "holds other code" in server.log.read_text()
     assert "new code" in server.log.read_text()
     assert template.process.wait(60) == 0
-    wait_for(lambda: list(daemon.runtime_dir.glob("template-*.sock")), "a template of the new code")
+    wait_for(lambda: list(daemon.runtime_dir.glob("template-*.sock")), "a template of the new code", 180)
     assert server.kill_core()["is_forked"] is True

@@ -20,7 +20,7 @@ from preload.engine.template.client import NoForkError, fork_core
 from preload.engine.template.wire import MAX_PACKET_BYTES
 from preload.protos import template_pb2 as pb
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 NO_DAEMON = ("--config-json", '{"runtime_dir": "/nonexistent", "checkpoint": "/m.gguf"}')
 """A core that ends with 3 as soon as it asks for its weights."""
 

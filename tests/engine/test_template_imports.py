@@ -14,7 +14,7 @@ import grpc
 from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 def test_a_core_imports_nothing_after_the_template_has(

@@ -19,7 +19,7 @@ from preload.engine.template.fingerprint import Place, fingerprint, place_of
 from preload.engine.template.wire import receive_packet
 from preload.protos import template_pb2 as pb
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 @dataclass
@@ -49,7 +49,7 @@ class TemplateUnderTest:
         with (self.runtime_dir.parent / "template.log").open("ab") as log:
             command = [*self.command, "--runtime-dir", str(self.runtime_dir)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
-        self.wait_for(self._listens, "the template to listen")
+        self.wait_for(self._listens, "the template to listen", 180)
         return self
 
     def _listens(self) -> bool:
