@@ -125,7 +125,7 @@ def _strike(service: ChaosService, kind: str) -> bool:
     if kind == "daemon":
         found = service.daemon_pid()
     elif kind == "template":
-        found = next(iter(service.template_pids()), None)
+        found = service.template_pid()
     else:
         found = service.core_pid("serving" if kind == "core" else "standby")
     return found is not None and _kill(found)

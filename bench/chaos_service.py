@@ -19,6 +19,7 @@ from typing import Any
 
 from preload.engine.client import Control
 from preload.engine.errors import PreloadError
+from preload.engine.template.fingerprint import place_of
 
 from .processes import BenchError, preload_command, wait_until
 
@@ -67,8 +68,10 @@ class ChaosService:
                 process.wait()
         self._listener.close()
         self._log.close()
-        for pid in self.template_pids():
-            os.kill(pid, signal.SIGTERM)
+        template = self.template_pid()
+        if template is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(template, signal.SIGTERM)
 
     @property
     def log(self) -> str:
@@ -95,11 +98,12 @@ class ChaosService:
                 return int(life["pid"])
         return None
 
-    def template_pids(self) -> list[int]:
-        """Template processes of this folder."""
-        return _find(b"preload.engine.template", self.runtime_dir.encode()) or _find(
-            b"template", b"--runtime-dir", self.runtime_dir.encode()
-        )
+    def template_pid(self) -> int | None:
+        """The process that forks cores, by its lock: the cores it forked have its command line."""
+        try:
+            return int(place_of(self.runtime_dir).lock.read_text())
+        except (OSError, ValueError):
+            return None
 
     def loader_pids(self) -> list[int]:
         """Loaders of any daemon; the bench has only one."""
