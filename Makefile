@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+WORKERS ?= 3
 MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
@@ -27,7 +28,7 @@ demo: setup
 	$(BIN)/python -m preload.bench.demo $(MODEL)
 
 test: setup
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 FUZZ_SECONDS := 120
 fuzz: setup
