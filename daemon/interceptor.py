@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from preload.protos import weight_cache_pb2
 
 from . import wire
+from .capacity import refusal
 from .errors import BadRequestError, CacheError, InternalError
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,8 @@ def _guard_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
             await _abort(context, error)
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
-        except Exception as error:
-            log.exception("a request hit a bug")
-            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, _unexpected(error))
 
     return guarded
 
@@ -75,14 +75,21 @@ def _guard_stream(behavior: Callable[..., Any], takes_stream: bool) -> Callable[
             await _abort(context, error)
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
-        except Exception as error:
-            log.exception("a request hit a bug")
-            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, _unexpected(error))
         finally:
             if responses is not None:
                 await responses.aclose()
 
     return guarded
+
+
+def _unexpected(error: Exception) -> CacheError:
+    """The system has run out of something, or else this is a bug. Called while `error` is handled."""
+    if isinstance(error, OSError) and not isinstance(told := refusal(error, "what this takes"), InternalError):
+        return told
+    log.exception("a request hit a bug")
+    return InternalError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)

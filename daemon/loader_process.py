@@ -139,6 +139,8 @@ class LoaderProcess:
         status = await self.exited()
         tail = "\n".join(self._stderr)
         reason = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if status == -signal.SIGKILL:
+            reason += ", as the kernel does when memory runs out"
         message = f"loader {self.pid} {reason}" + (f"; its last words:\n{tail}" if tail else "")
         return LoaderDiedError(message, {"exit": reason, "stderr": tail})
 

@@ -51,17 +51,31 @@ def prepare(path: str) -> Path:
 @contextlib.contextmanager
 def locked(runtime_dir: Path, name: str, refusal: str) -> Iterator[None]:
     """Holds a lock file of the folder and writes our pid into it. Raises BadRequestError(refusal) if it is taken."""
-    fd = os.open(runtime_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with _usable(runtime_dir):
+        fd = os.open(runtime_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadRequestError(f"{refusal} {runtime_dir}") from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        with _usable(runtime_dir):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BadRequestError(f"{refusal} {runtime_dir}") from error
+            os.pwrite(fd, _number(os.getpid()), 0)
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _usable(runtime_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadRequestError(f"runtime folder {runtime_dir} cannot be written to: {error.strerror}") from error
+
+
+def _number(value: int) -> bytes:
+    """Of one length, so that a number takes the place of another also on a disk that is full."""
+    return f"{value:<20}\n".encode()
 
 
 def is_locked(runtime_dir: Path, name: str) -> bool:
@@ -82,27 +96,28 @@ def is_locked(runtime_dir: Path, name: str) -> bool:
 def open_holder(runtime_dir: Path, name: str) -> tuple[int, int] | None:
     """(pid, pidfd) of the process that holds this lock; None if it cannot be told now.
 
-    The pid in the file may be that of an earlier holder, and may be another process's by now: only one that has the
-    file open counts, and it is asked after its pidfd is taken."""
+    The pid in the file may be that of an earlier holder, and may be another process's by now: only one through which
+    the kernel holds the lock counts, and it is asked after its pidfd is taken."""
     path = runtime_dir / name
     try:
         pid = int(path.read_text() or "0")
         pidfd = os.pidfd_open(pid)
     except (OSError, ValueError):
         return None
-    if _has_open(pid, path):
+    if _holds(pid, path):
         return pid, pidfd
     os.close(pidfd)
     return None
 
 
-def _has_open(pid: int, path: Path) -> bool:
-    wanted = os.stat(path)
+def _holds(pid: int, path: Path) -> bool:
     try:
+        wanted = os.stat(path)
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 seen = entry.stat()
-                if (seen.st_dev, seen.st_ino) == (wanted.st_dev, wanted.st_ino):
+                is_this = (seen.st_dev, seen.st_ino) == (wanted.st_dev, wanted.st_ino)
+                if is_this and "FLOCK" in Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text():
                     return True
     except OSError:
         return False
@@ -118,4 +133,10 @@ def last_epoch(runtime_dir: Path) -> int:
 
 
 def note_epoch(runtime_dir: Path, epoch: int) -> None:
-    (runtime_dir / "epoch").write_text(str(epoch))
+    """Raises BadRequestError if it cannot be written; the last one is not lost then."""
+    with _usable(runtime_dir):
+        fd = os.open(runtime_dir / "epoch", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, _number(epoch), 0)
+        finally:
+            os.close(fd)

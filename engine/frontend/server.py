@@ -26,6 +26,7 @@ from preload.engine.timeline import Timeline, now_ns
 
 from . import activation
 from .config import FrontendConfig
+from .console import make_stderr_unfailing
 from .core_launch import TemplatedCommand
 from .core_process import CoreCommand, CoreProcess
 from .errors import StartError
@@ -45,6 +46,7 @@ def run(
     `timeline` holds the phases of this process so far; without one, all of them count as "exec". `make_command`
     replaces the command line of engine cores. Call it from the main thread.
     """
+    make_stderr_unfailing()
     if timeline is None:
         timeline = Timeline()
         timeline.add("exec", process_start_ns())

@@ -15,6 +15,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from google.protobuf.message import DecodeError
+
 from preload.engine.errors import RequestError
 from preload.protos import template_pb2 as pb
 
@@ -60,7 +62,7 @@ class ForkedProcess:
 
     async def _exit_code(self) -> int | None:
         await _readable(self._sock.fileno())
-        with contextlib.suppress(OSError, RequestError):
+        with contextlib.suppress(OSError, RequestError, DecodeError):
             data, fds = receive_packet(self._sock)
             close_all(fds)
             answer = pb.Answer.FromString(data)
@@ -138,7 +140,7 @@ async def _ask(sock: socket.socket, packet: bytes, fds: Sequence[int]) -> tuple[
         await _readable(sock.fileno())
         data, received = receive_packet(sock)
         answer = pb.Answer.FromString(data)
-    except (OSError, RequestError, ValueError) as error:
+    except (OSError, RequestError, DecodeError) as error:
         raise NoForkError(f"the template gives no answer: {error}") from error
     if answer.HasField("forked") and len(received) == 1:
         return answer.forked.pid, received[0]

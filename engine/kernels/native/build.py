@@ -89,7 +89,10 @@ def start_build(cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path | Comp
     target = cache_dir / f"{stem}-{_digest(_identity(compiler))}.so"
     if target.exists() or _take_from_user_cache(target):
         return target
-    descriptor, temporary = tempfile.mkstemp(prefix="building-", suffix=".so", dir=cache_dir)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix="building-", suffix=".so", dir=cache_dir)
+    except OSError as error:
+        raise KernelsUnavailableError(f"cannot write to the kernel cache {cache_dir}: {error.strerror}") from error
     os.close(descriptor)
     command = [compiler, *flags, str(SOURCE_DIR / MAIN_SOURCE), "-o", temporary]
     try:
@@ -126,8 +129,12 @@ def _offer_to_user_cache(made: Path) -> None:
 def _copy(source: Path, target: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix="building-", suffix=".so", dir=target.parent)
     os.close(descriptor)
-    shutil.copyfile(source, temporary)
-    os.rename(temporary, target)
+    try:
+        shutil.copyfile(source, temporary)
+        os.rename(temporary, target)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise KernelsUnavailableError(f"cannot copy the kernels to {target.parent}: {error.strerror}") from error
 
 
 def make_cache_dir(cache_dir: Path) -> None:
