@@ -78,10 +78,10 @@ def _split(pair: str) -> tuple[str, str]:
 
 def services(runtime_dir: str | None) -> list[dict[str, Any]]:
     """Every frontend of a runtime folder that answers: what it says of itself, and its "socket"."""
-    from preload.engine.places import default_runtime_dir
+    from preload.engine.places import own_dir
 
     found = []
-    for path in sorted(Path(runtime_dir or default_runtime_dir()).glob("frontend-*/admin.sock")):
+    for path in sorted(Path(own_dir(runtime_dir)).glob("frontend-*/admin.sock")):
         try:
             found += [{**answer, "socket": str(path)} for answer in ask(str(path), {"do": "status"}, _STATUS_S)]
         except OSError:

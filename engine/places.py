@@ -14,6 +14,14 @@ def kernel_cache_dir(runtime_dir: str) -> Path:
     return Path(runtime_dir) / "kernels"
 
 
+def own_dir(runtime_dir: str | None) -> str:
+    """Where this user keeps files of its own beside the daemon of a runtime folder: in that folder; or, if it is
+    another user's, who let us in to its sockets and no further, in the folder of our own daemon, had we one."""
+    path = runtime_dir or default_runtime_dir()
+    is_others = os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK, effective_ids=True)
+    return default_runtime_dir() if is_others else path
+
+
 def default_runtime_dir() -> str:
     """/run/preload for root, the user's runtime folder otherwise: where a daemon serves unless told otherwise."""
     if os.geteuid() == 0:

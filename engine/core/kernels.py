@@ -10,13 +10,13 @@ from preload.engine.kernels.native.build import KernelsUnavailableError, find_or
 from preload.engine.kernels.native.library import NativeLibrary
 from preload.engine.layers.native_ops import native_ops
 from preload.engine.layers.ops import Ops, TorchOps
-from preload.engine.places import default_runtime_dir, kernel_cache_dir
+from preload.engine.places import kernel_cache_dir, own_dir
 
 
 def choose_ops(runtime_dir: str, dtype: torch.dtype, num_threads: int) -> Ops:
     """Operations for a compute dtype, compiled first if neither the loader nor another core has done it."""
     try:
-        path = find_or_build(kernel_cache_dir(runtime_dir or default_runtime_dir()))
+        path = find_or_build(kernel_cache_dir(own_dir(runtime_dir)))
         ops = native_ops(NativeLibrary(path, num_threads), dtype)
     except KernelsUnavailableError as error:
         ops = TorchOps(note=f"torch, without native kernels: {error}")

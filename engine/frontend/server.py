@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from preload.engine.core.config import CoreConfig
 from preload.engine.errors import PreloadError
+from preload.engine.places import own_dir
 from preload.engine.template.fingerprint import place_of
 from preload.engine.timeline import Timeline, now_ns
 
@@ -149,10 +150,7 @@ def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def _private_folder(runtime_dir: str) -> Iterator[str]:
     """A folder of mode 0700 for the sockets of cores, removed at the end."""
-    if not runtime_dir:
-        from preload.engine.places import default_runtime_dir
-
-        runtime_dir = default_runtime_dir()
+    runtime_dir = own_dir(runtime_dir)
     prefix = "frontend-"
     try:
         os.makedirs(runtime_dir, mode=0o700, exist_ok=True)

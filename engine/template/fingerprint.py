@@ -19,7 +19,7 @@ from pathlib import Path
 import preload.engine
 import preload.protos
 from preload.engine.errors import RequestError
-from preload.engine.places import MAX_SOCKET_PATH_BYTES, default_runtime_dir
+from preload.engine.places import MAX_SOCKET_PATH_BYTES, own_dir
 
 _SOURCES = (".py", ".cpp", ".h")
 
@@ -51,7 +51,7 @@ def place_of(runtime_dir: str | None) -> Place:
     """The template of this user and this installation. Raises RequestError if the path is too long for a socket."""
     installation = f"{sys.executable}\0{_folder(preload.engine)}"
     name = f"template-{os.geteuid()}-{hashlib.sha256(installation.encode()).hexdigest()[:8]}"
-    place = Place(Path(os.path.abspath(runtime_dir or default_runtime_dir())), name)
+    place = Place(Path(os.path.abspath(own_dir(runtime_dir))), name)
     if len(os.fsencode(place.socket)) > MAX_SOCKET_PATH_BYTES:
         raise RequestError(
             f"the socket path {place.socket} is longer than {MAX_SOCKET_PATH_BYTES} bytes; "

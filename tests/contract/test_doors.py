@@ -234,3 +234,29 @@ def test_more_loads_than_anybody_could_mean_are_refused(
         call.cancel()
     gate.open()
     assert gated_daemon.load(paths[64], model="raw").state == pb.GENERATION_STATE_READY
+
+
+def test_an_allowed_users_engine_keeps_its_own_files_elsewhere(make_open_daemon: Callable[..., Any]) -> None:
+    """Cores' sockets, compiled kernels and the template: the daemon's folder is not theirs to write to."""
+    daemon = make_open_daemon("--allow-uids", str(NOBODY))
+    script = """
+import json, os, sys, tempfile
+from pathlib import Path
+own = tempfile.mkdtemp()
+os.environ["XDG_RUNTIME_DIR"] = own
+from preload.engine.frontend.server import _private_folder
+from preload.engine.places import own_dir
+from preload.engine.template.fingerprint import place_of
+with _private_folder(sys.argv[1]) as folder:
+    found = [own_dir(sys.argv[1]), str(Path(folder).parent), str(Path(place_of(sys.argv[1]).socket).parent)]
+os.rmdir(own + "/preload"), os.rmdir(own)
+print(json.dumps([path == own + "/preload" for path in found]))
+"""
+    assert as_user(script, daemon.runtime_dir, uid=NOBODY) == [True, True, True]
+
+
+def test_the_owners_engine_keeps_its_files_in_the_daemons_folder(daemon: Any) -> None:
+    from preload.engine.places import own_dir
+
+    assert own_dir(str(daemon.runtime_dir)) == str(daemon.runtime_dir)
+    assert own_dir(str(daemon.runtime_dir / "not yet")) == str(daemon.runtime_dir / "not yet")
