@@ -147,8 +147,8 @@ class Parking:
         self._file.write(message.SerializeToString())
 
     def begin(self) -> None:
-        """This life's catalog replaces the last one's. The keeper is given everything again: it may be another one than
-        that which started us, and then it has nothing."""
+        """This life's catalog replaces the last one's. The keeper is given everything again: it may be another one
+        than that which started us, and then it has nothing."""
         if not self._notifier.has_manager:
             return
         if self._file is None:

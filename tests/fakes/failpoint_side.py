@@ -1,4 +1,4 @@
-"""Fixtures of the failpoint tests: arms failpoints, runs processes that have them, and looks for what is left over."""
+"""Fixtures of the failpoint tests: arms failpoints, runs processes that have them, and looks for leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from preload.protos import weight_cache_pb2 as pb
 
 FAKES = Path(__file__).parent
 RAW = Recipe(model="raw")
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Kept:
         }
 
     def settled(self, num_leases: int) -> None:
-        """Waits until books and descriptors say the same: no load, no reservation, no other lease, no lost segment."""
+        """Waits until books and descriptors agree: no load, no reservation, no other lease, no lost segment."""
         self.points.until(lambda: self._unsettled(num_leases))
 
     def _unsettled(self, num_leases: int) -> str:

@@ -45,4 +45,5 @@ make_kept = _failpoint_side.make_kept
 
 _service_side = _load_fake("service_side")
 service = _service_side.service
+make_clients = _service_side.make_clients
 clients = _service_side.clients

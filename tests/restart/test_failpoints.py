@@ -6,6 +6,7 @@ the end nothing may be left: no process, no descriptor, no byte in the books.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -53,17 +54,12 @@ class Scene:
 
     def try_to_load(self, weights: Any) -> None:
         """A daemon that dies meanwhile is all that may go wrong."""
-        try:
+        with contextlib.suppress(DaemonUnreachableError):
             self.kept.under.load(weights.path, model="raw")
-        except DaemonUnreachableError:
-            pass
 
     def try_to_evict(self, weights: Any) -> None:
-        try:
-            with self.kept.under.control() as control:
-                control.evict(make_selector(weights.path, recipe=RAW))
-        except DaemonUnreachableError:
-            pass
+        with contextlib.suppress(DaemonUnreachableError), self.kept.under.control() as control:
+            control.evict(make_selector(weights.path, recipe=RAW))
 
     def is_resident(self, weights: Any) -> bool:
         return bool(self.kept.states().get(weights.path.name) == "READY")
@@ -152,7 +148,12 @@ def test_a_daemon_killed_while_a_load_fails_remembers_nothing_of_it(scene: Scene
     scene.check()
 
 
-RETIRING = {"retire.begun": "READY", "catalog.unsaved": "READY", "catalog.saved": "RETIRING", "retire.ended": "RETIRING"}
+RETIRING = {
+    "retire.begun": "READY",
+    "catalog.unsaved": "READY",
+    "catalog.saved": "RETIRING",
+    "retire.ended": "RETIRING",
+}
 
 
 @pytest.mark.parametrize("name", RETIRING)

@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def serving(service: Any) -> Any:
-    service.start(service.checkpoint)
+def serving(service: Any, make_clients: Callable[[], Any]) -> Any:
+    """A service whose updates go from one checkpoint to the other and back."""
+    service.start()
+    knowing = make_clients()
+    for _ in range(2):
+        knowing.learn()
+        assert service.update(service.other).end() == "done"
+        service.swap()
+    service.answers = knowing.allowed
     return service
 
 
 @pytest.fixture
 def steady(serving: Any, clients: Any) -> Any:
     """Clients at work, who know the answers of both checkpoints."""
-    assert update(serving) == "done"
-    clients.learn()
+    clients.allowed = serving.answers
     clients.start()
     clients.go_on()
     return clients
-
-
-def update(serving: Any) -> str:
-    """To the other checkpoint, from now on the one that is served if that is how it ends."""
-    how = str(serving.update(serving.other).end())
-    if how == "done":
-        serving.checkpoint, serving.other = serving.other, serving.checkpoint
-    return how
 
 
 def finish(serving: Any, clients: Any, how: str) -> None:
@@ -43,7 +42,7 @@ def finish(serving: Any, clients: Any, how: str) -> None:
     clients.stop()
     serving.settled()
     if how == "done":
-        serving.checkpoint, serving.other = serving.other, serving.checkpoint
+        serving.swap()
     states = serving.kept.states()
     assert states[serving.checkpoint.name] == "READY"
     assert states.get(serving.other.name, "FAILED") in ("READY", "FAILED")
@@ -129,9 +128,7 @@ def test_an_update_is_rolled_back_when_its_core_is_killed_before_the_canary(serv
     finish(serving, steady, how)
 
 
-def test_an_update_is_completed_when_the_old_core_is_killed_as_it_is_told_to_drain(
-    serving: Any, steady: Any
-) -> None:
+def test_an_update_is_completed_when_the_old_core_is_killed_as_it_is_told_to_drain(serving: Any, steady: Any) -> None:
     serving.points.arm("core.draining")
     how = serving.update(serving.other).end()
     serving.points.killed("core.draining")
@@ -147,15 +144,15 @@ def test_an_update_is_completed_when_the_old_core_is_killed_as_it_is_told_to_dra
     ],
 )  # fmt: skip
 def test_a_frontend_that_follows_one_killed_in_an_update_finds_everything_in_order(
-    serving: Any, clients: Any, name: str
+    serving: Any, make_clients: Callable[[], Any], clients: Any, name: str
 ) -> None:
     serving.points.arm(name)
     assert serving.update(serving.other).end() == ""
     serving.points.killed(name)
     serving.frontend.wait(60)
     serving.points.until(lambda: str(serving.core_pids() or ""))
-    serving.start(serving.checkpoint)
+    serving.start()
     serving.settled()
-    after = type(clients)(serving.url, serving.points.until)
+    after = make_clients()
     after.learn()
     assert after.allowed == clients.allowed

@@ -11,7 +11,7 @@ import pytest
 def serving(service: Any) -> Any:
     """A core and a standby."""
     service.standby = 1
-    service.start(service.checkpoint)
+    service.start()
     return service
 
 
