@@ -139,7 +139,7 @@ def string_longer_than_the_file(path: Path, write: Write) -> Path:
     return path
 
 
-@fault("truncated", "header is longer than the file")
+@fault(f"claims {1 << 62} tensors", "over the limit")
 def more_tensors_than_the_file_can_hold(path: Path, write: Write) -> Path:
     write(path, GOOD)
     data = bytearray(path.read_bytes())

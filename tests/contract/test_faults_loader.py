@@ -45,7 +45,10 @@ def expect_nothing_left(daemon: Any, checkpoint: Path, reason: int, words: str) 
 
 
 def is_segment(pid: int, fd: str) -> bool:
-    return "memfd:preload" in os.readlink(f"/proc/{pid}/fd/{fd}")
+    try:
+        return "memfd:preload" in os.readlink(f"/proc/{pid}/fd/{fd}")
+    except FileNotFoundError:  # closed since it was listed
+        return False
 
 
 @pytest.mark.parametrize("percent", [10, 50, 99])
