@@ -51,7 +51,7 @@ class _Stream:
         self.responses: Any = pb_grpc.WeightCacheStub(self._channel).Attach(iter(self._requests.get, None))
 
     def first(self, timeout_s: float) -> pb.Attached | None:
-        """The daemon's answer; None if it went away, was silent for too long, or the stream was closed meanwhile.
+        """The daemon's answer; None if it was silent for too long, or the stream was closed meanwhile.
 
         A stream has no deadline of its own, so a timer ends one that stays silent. Raises grpc.RpcError."""
         timer = threading.Timer(timeout_s, self.responses.cancel)
@@ -63,7 +63,7 @@ class _Stream:
         except StopIteration:
             return None
         except grpc.RpcError as error:
-            if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            if _code(error) is grpc.StatusCode.CANCELLED:
                 return None
             raise
         finally:
@@ -130,9 +130,7 @@ class Lease:
             raise_typed(error, self._runtime_dir)
         if attached is None:
             self._stream.close()
-            raise DaemonUnreachableError(
-                f"the daemon in {self._runtime_dir} went away, or did not answer within {timeout_s:g} s"
-            )
+            raise DaemonUnreachableError(f"the daemon in {self._runtime_dir} did not answer within {timeout_s:g} s")
         return attached
 
     def _read(self) -> None:
@@ -189,6 +187,8 @@ class Lease:
         try:
             return stream.first(_RECLAIM_ANSWER_S)
         except grpc.RpcError as error:
+            if _code(error) is grpc.StatusCode.UNAVAILABLE:  # also one that is about to end: its successor is asked
+                return None
             raise_typed(error, self._runtime_dir)
 
     def _emit(self, event: LeaseEvent) -> None:
