@@ -16,6 +16,7 @@ python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --beh
   abort_log      file to which the ids of aborted requests are appended
   max_model_len  what Stats says
   ignore_term    SIGTERM and Drain have no effect
+  chatter        bytes that it says on stderr with every token
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class FakeCore(pb_grpc.EngineCoreServicer):
     def _step(self, running: Running) -> pb.RequestOutput:
         if self.behaviour.get("poison_id") in running.add.prompt_ids and running.position >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.behaviour.get("chatter"):
+            print("x" * self.behaviour["chatter"], file=sys.stderr, flush=True)
         output = running.step()
         self.num_output_tokens += 1
         if output.finish_reason:

@@ -112,7 +112,7 @@ def test_the_templates_socket(template: Any, attack: Any, fuzzing: Any) -> None:
         return data if rng.random() < 0.6 else fuzzing.junk(rng, 200_000)
 
     def good() -> None:
-        fork = template.fork("--config-json", "{")
+        fork = template.fork("--config-json", "{", fingerprint=current)
         try:
             assert fork.exit_code() == 2, "a core with a wrong configuration says so"
         finally:
