@@ -14,12 +14,13 @@ from preload.engine.frontend.config import FrontendConfig
 from preload.engine.frontend.server import run
 
 start_fresh = core_launch.start_fresh
+_CORE = "preload.engine.core"
 
 
 async def start_with_failpoints(arguments: Sequence[str]) -> core_launch.FreshCore:
     """Where there is no fork to be had, which a slow machine may be the reason of."""
-    assert tuple(arguments[1:4]) == core_launch._CORE_PREFIX
-    return await start_fresh([*json.loads(sys.argv[2]), *arguments[4:]])
+    options = arguments[arguments.index(_CORE) + 1 :]
+    return await start_fresh([*json.loads(sys.argv[2]), *options])
 
 
 if __name__ == "__main__":

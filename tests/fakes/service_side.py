@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import string
 import subprocess
@@ -22,9 +23,10 @@ import httpx
 import numpy as np
 import pytest
 
+import preload.engine
+import preload.protos
 from preload.cli.rollout import ask, services
 from preload.engine.errors import PreloadError
-from preload.engine.template.fingerprint import place_of
 
 FAKES = Path(__file__).parent
 NUM_CLIENTS = 3
@@ -55,6 +57,14 @@ def write_model(folder: Path, seed: int) -> Path:
     tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": level, "decoder": level}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
+
+
+def copy_engine(site: Path) -> dict[str, str]:
+    """An environment in which the engine is a copy that nobody edits: a template ends when its code is changed."""
+    for module in (preload.engine, preload.protos):
+        source = Path(module.__path__[0])
+        shutil.copytree(source, site / "preload" / source.name)
+    return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 class Clients:
@@ -129,6 +139,7 @@ class Service:
     folder: Path
     checkpoint: Path
     other: Path
+    environment: dict[str, str]
     standby: int = 0
     answers: list[set[str]] = field(default_factory=list)
     template: subprocess.Popen[bytes] | None = None
@@ -146,7 +157,8 @@ class Service:
     def start_template(self) -> None:
         words = ["-m", "preload.engine.template", "--runtime-dir", self.kept.runtime_dir]
         with (self.folder / "template.log").open("wb") as log:
-            self.template = subprocess.Popen(self.points.command("template,core", *words), stdout=log, stderr=log)
+            command = self.points.command("template,core", *words)
+            self.template = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
         text = self.folder / "template.log"
         self.points.until(lambda: "" if "forks cores at" in text.read_text() else text.read_text() or "no template")
 
@@ -162,11 +174,11 @@ class Service:
 
     def _detached(self) -> list[int]:
         """Templates of the frontend that have left their starter behind."""
-        log = str(place_of(self.kept.runtime_dir).log)
         found = []
         for pid in self.points.processes():
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/2") == log:
+                log = Path(os.readlink(f"/proc/{pid}/fd/2"))
+                if log.match("template-*.log") and str(log.parent) == self.kept.runtime_dir:
                     found.append(pid)
         return found
 
@@ -184,7 +196,9 @@ class Service:
         core = self.points.command("core", "-m", "preload.engine.core")
         command = self.points.command("frontend", str(FAKES / "run_serve.py"), json.dumps(config), json.dumps(core))
         with (self.folder / "serve.log").open("wb") as log:
-            self.frontend = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.frontend = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment
+            )
         self.points.until(self._not_listening)
         self.points.until(lambda: "" if httpx.get(f"{self.url}/ready").status_code == 200 else self.log)
         self.points.until(self._lacks_standbys)
@@ -281,7 +295,8 @@ def service(
     """Everything but the frontend, which the module starts; the end of the module fails if anything is left."""
     folder = tmp_path_factory.mktemp("service")
     kept = make_kept(folder)
-    made = Service(kept, folder, write_model(folder / "model-a", 0), write_model(folder / "model-b", 1))
+    models = [write_model(folder / "model-a", 0), write_model(folder / "model-b", 1)]
+    made = Service(kept, folder, *models, environment=copy_engine(folder / "site"))
     try:
         made.start_template()
         yield made
