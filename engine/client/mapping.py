@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -21,7 +22,8 @@ def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> 
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(timeout_s)
             sock.connect(handover_socket)
-            sock.send(pb.HandoverRequest(ticket=ticket).SerializeToString())
+            with contextlib.suppress(BrokenPipeError):  # refused at the door: the answer is there all the same
+                sock.send(pb.HandoverRequest(ticket=ticket).SerializeToString())
             data, fds, _, _ = socket.recv_fds(sock, _MAX_RESPONSE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     except PermissionError as error:
         raise NotAllowedError(f"user {os.geteuid()} may not use the hand-over socket {handover_socket}") from error

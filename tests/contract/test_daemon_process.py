@@ -215,7 +215,7 @@ def test_the_daemon_keeps_one_descriptor_for_each_segment(daemon: Any, raw_check
         for fd in os.listdir(f"/proc/{daemon.pid}/fd"):
             with contextlib.suppress(FileNotFoundError):  # closed while we looked
                 names.append(os.readlink(f"/proc/{daemon.pid}/fd/{fd}"))
-        return [name for name in names if f"memfd:preload:{raw_checkpoint.name}" in name]
+        return [name for name in names if "memfd:preload:" in name and f":{raw_checkpoint.name}" in name]
 
     loaded = daemon.load(raw_checkpoint, model="raw")
     assert len(segments()) == loaded.num_segments

@@ -27,7 +27,7 @@ def segment_bytes(pid: int, of: str) -> Counter[str]:
     is_segment = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if line[0] in "0123456789abcdef":
-            is_segment = f"/memfd:preload:{of}" in line
+            is_segment = "/memfd:preload:" in line and f":{of}" in line
         elif is_segment and line.endswith(" kB"):
             key, value = line.split(":")
             total[key] += int(value.split()[0]) * 1024
@@ -102,7 +102,7 @@ def test_an_attachment_outlives_its_lease_and_its_descriptors_are_closed(daemon:
                 links.add(os.readlink(f"/proc/self/fd/{fd}"))
             except FileNotFoundError:
                 continue  # the listing's own
-        return {link for link in links if "memfd:preload:outlives" in link}
+        return {link for link in links if "memfd:preload:" in link and ":outlives" in link}
 
     checkpoint = raw_checkpoint.rename(raw_checkpoint.with_name("outlives.safetensors"))
     daemon.load(checkpoint, model="raw")
