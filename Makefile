@@ -1,5 +1,6 @@
 # make demo     the main job, end to end, on a real model
-# make test     all tests but the ones that need a GPU
+# make test       all tests but the slow ones and those that need a GPU
+# make test-slow  kills at every failpoint, chaos, a real systemd, fuzzers
 # make fuzz     attacks on every listening socket, FUZZ_SECONDS each (120)
 # make bench    how long attaching and restarting take
 # make lint     ruff, mypy, import-linter, check-protos
@@ -12,7 +13,7 @@ MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test fuzz bench lint format protos check-protos setup clean
+.PHONY: demo test test-slow fuzz bench lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -28,7 +29,10 @@ demo: setup
 	$(BIN)/python -m preload.bench.demo $(MODEL)
 
 test: setup
-	$(BIN)/pytest -m "not gpu" -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal
+
+test-slow: setup
+	$(BIN)/pytest -m "slow and not gpu"
 
 FUZZ_SECONDS := 120
 fuzz: setup

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 DEADLINE_S = 60.0
+_SLOW = {"test_chaos", "test_systemd"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -226,3 +227,10 @@ def sparse_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole folders of tests that take minutes, because they kill, boot or attack real processes again and again."""
+    for item in items:
+        if item.path.parent.name == "fuzz" or item.path.stem in _SLOW or item.path.stem.startswith("test_failpoints"):
+            item.add_marker(pytest.mark.slow)
