@@ -130,9 +130,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     """Starts daemons with options of their command line; all of them are gone afterwards."""
     started: list[DaemonUnderTest] = []
 
-    def make(
-        *options: str, wait: bool = True, runtime_dir: Path | None = None, **fields: Any
-    ) -> DaemonUnderTest:
+    def make(*options: str, wait: bool = True, runtime_dir: Path | None = None, **fields: Any) -> DaemonUnderTest:
         runtime_dir = runtime_dir or tmp_path_factory.mktemp("run") / "preload"
         started.append(DaemonUnderTest(runtime_dir, list(options), **fields))
         return started[-1].start(wait)

@@ -56,8 +56,8 @@ def small_disk() -> Iterator[Path]:
 def test_a_frontend_whose_disk_is_full_serves_and_replaces_its_core(
     prepare_frontend: Callable[..., Any], small_disk: Path, wait_for: Callable[..., Any]
 ) -> None:
-    """Its log and its sockets are on it. Nothing more is logged, and nothing else is missing: what a core says is still
-    taken from its pipe, which would fill up."""
+    """Its log and its sockets are on it. Nothing more is logged, and nothing else is missing: what a core says is
+    still taken from its pipe, which would fill up."""
     frontend = prepare_frontend({"chatter": 100_000})
     frontend.folder = small_disk
     frontend.start()
