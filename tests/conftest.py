@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's business, not the property's.
+settings.register_profile("preload", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("preload")
 
 DEADLINE_S = 60.0
 _SLOW = {"test_chaos", "test_systemd"}
