@@ -1,7 +1,7 @@
 """`StopScanner`: lets text through up to the first stop string, and holds back what might be the start of one.
 
-No character of a stop string is ever let through, wherever tokens end. Of several stop strings the one that starts
-first wins.
+No character of a stop string is ever let through, wherever tokens end. Of several stop strings the one that is
+complete first wins, and of those that end together the longest, so that the answer does not depend on tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class StopScanner:
         return held
 
     def _first(self, text: str) -> int | None:
-        starts = [start for item in self._stop if (start := text.find(item)) >= 0]
-        return min(starts, default=None)
+        found = [(start + len(item), start) for item in self._stop if (start := text.find(item)) >= 0]
+        return min(found)[1] if found else None
 
     def _start_of_stop(self, text: str) -> int:
         """Index of the first character from which on `text` is a proper prefix of a stop string."""

@@ -26,9 +26,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"{weight.shape[1]} columns are not a multiple of {GROUP_SIZE}")
     groups = weight.reshape(weight.shape[0], -1, GROUP_SIZE)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
-    scale = (
-        high / 15.0 - low / 15.0
-    )  # not (high − low) / 15: the difference of two finite numbers may overflow
+    scale = high / 15.0 - low / 15.0  # not (high − low) / 15: the difference of two finite numbers may overflow
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(2)
     q = torch.round((groups - low.unsqueeze(2)) / divisor).clamp_(0, 15).to(torch.uint8).flatten(1)
     return {"weight": q[:, 0::2] | (q[:, 1::2] << 4), "scale": scale, "min": low}
