@@ -8,6 +8,7 @@ descriptor left. Nothing here is on the way of a request.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
@@ -39,6 +40,7 @@ class Guard:
         self._path = path
         self._doors = doors
         self._max_per_process = max_per_process
+        self._was_crowded = False
 
     def look(self) -> None:
         """Once through all connections; call it every second or so."""
@@ -62,6 +64,9 @@ class Guard:
                 refused[f"process {peer.pid} of user {peer.uid}, which {why}"] += 1
         for whom, count in refused.items():
             log.warning("hung up %d times on %s", count, whom)
+        if self._was_crowded and not refused:
+            ctypes.CDLL(None).malloc_trim(0)  # what the crowd took is free again, but only this gives it back
+        self._was_crowded = bool(refused)
 
     def _connections(self) -> Iterator[tuple[int, int, Peer]]:
         """(inode, descriptor, peer) of every connection accepted at our path."""

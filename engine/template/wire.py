@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import socket
 import struct
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from preload.protos import template_pb2 as pb
 MAX_PACKET_BYTES = 128 * 1024
 NUM_REQUEST_FDS = 2
 _CREDENTIALS = struct.Struct("3i")
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 _MAX_FDS = 8
 """More than any packet carries: too many are seen, and closed."""
 
@@ -52,6 +54,8 @@ def parse_request(data: bytes, fds: Sequence[int]) -> pb.ForkRequest:
         raise RequestError(f"not a fork request: {error}") from error
     if len(fds) != NUM_REQUEST_FDS:
         raise RequestError(f"a fork request carries {NUM_REQUEST_FDS} descriptors, not {len(fds)}")
+    if not _FINGERPRINT.fullmatch(request.fingerprint):  # of another form: nonsense, and no news of other code
+        raise RequestError("a fork request has the fingerprint of its code")
     if not all(b"=" in entry for entry in request.environment):
         raise RequestError("an environment has entries of the form NAME=value")
     return request

@@ -119,17 +119,20 @@ def test_the_templates_socket(template: Any, attack: Any, fuzzing: Any) -> None:
             fork.close()
 
     class Door(fuzzing.PacketDoor):  # type: ignore[misc]
-        """A mutation may hit the fingerprint: bytes are mutated only where no request comes of it."""
+        """A mutation may hit the fingerprint: bytes are mutated only where that of other code does not come of it."""
 
         gives = True
 
         def mutated(self, rng: random.Random, data: bytes) -> bytes:
             changed: bytes = fuzzing.mutate(rng, data)
+            return data if self._is_of_other_code(changed) else changed
+
+        def _is_of_other_code(self, data: bytes) -> bool:
             try:
-                parsed = template_pb2.ForkRequest.FromString(changed)
+                found = template_pb2.ForkRequest.FromString(data).fingerprint
             except DecodeError:
-                return changed
-            return changed if parsed.fingerprint == current else data
+                return False
+            return found != current and len(found) == len(current)
 
     door = Door(template.place.socket, packet, burst=300)
     attack("the template's socket", template.process, lambda: template.log, good, door)
