@@ -34,6 +34,7 @@ from .loads import Loads, VerifyResult
 from .notify import Notifier
 from .parking import Parking
 from .residency import Residency
+from .segments.host import all_closed
 
 log = logging.getLogger(__name__)
 
@@ -267,8 +268,11 @@ class WeightCache:
                 await asyncio.wait({task})
         if generation.state is State.FAILED:
             self.catalog.remove(generation)
-            return generation, True
-        return generation, self.residency.retire(generation)
+            is_freed = True
+        else:
+            is_freed = self.residency.retire(generation)
+        await all_closed()
+        return generation, is_freed
 
     async def verify(self, selector: Selector) -> AsyncGenerator[Progress | VerifyResult, None]:
         """Re-hashes a READY generation; the last item is the result.

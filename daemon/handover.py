@@ -72,6 +72,7 @@ class Handover:
             peer = peer_of(sock)
             self._admit(peer)
         except CacheError as error:
+            _stop_reading(sock)
             _refuse(sock, error)
             sock.close()
         except OSError as error:
@@ -131,6 +132,15 @@ class Handover:
             raise BadRequestError(f"not a hand-over request: {error}") from error
         lease = self._leases.redeem(request.ticket)
         return [segment.fd for segment in lease.generation.segments]
+
+
+def _stop_reading(sock: socket.socket) -> None:
+    """Whoever is refused before it was read must still get its answer: the kernel resets a connection that is closed
+    with a packet unread, and the reset outruns what was sent."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)
+        while sock.recv(1):
+            pass
 
 
 def _refuse(sock: socket.socket, error: CacheError) -> None:

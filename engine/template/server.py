@@ -19,7 +19,7 @@ from preload.engine.errors import RequestError
 from preload.protos import template_pb2 as pb
 
 from .child import ForkedCore
-from .wire import close_all, parse_request, peer_of, receive_packet, refusal
+from .wire import close_all, parse_request, peer_of, receive_packet, refusal, stop_reading
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,10 @@ class TemplateServer:
         _, uid = peer_of(sock)
         if uid != os.geteuid():
             message = f"this template forks for user {os.geteuid()}, not for {uid}"
+            stop_reading(sock)
             self._send(connection, refusal(pb.Refused.NOT_ALLOWED, message))
         elif len(self._connections) >= MAX_CONNECTIONS:
+            stop_reading(sock)
             self._send(connection, refusal(pb.Refused.FAILED, f"{MAX_CONNECTIONS} connections are open"))
         else:
             self._connections[sock.fileno()] = connection

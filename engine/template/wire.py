@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import re
 import socket
@@ -44,6 +45,15 @@ def receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
         close_all(fds)
         raise RequestError(f"a packet has at most {MAX_PACKET_BYTES} bytes and {_MAX_FDS} descriptors")
     return data, list(fds)
+
+
+def stop_reading(sock: socket.socket) -> None:
+    """Before a refusal of a peer that was not read: the kernel resets a connection that is closed with a packet
+    unread, and the reset outruns the answer."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)
+        while sock.recv(1):
+            pass
 
 
 def parse_request(data: bytes, fds: Sequence[int]) -> pb.ForkRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -164,6 +165,7 @@ sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
 with contextlib.suppress(BrokenPipeError):
     sock.send(bytes.fromhex(sys.argv[2]))
+print("sent", flush=True)
 data, fds, _, _ = socket.recv_fds(sock, 65536, 253)
 print(data.hex(), len(fds))
 """
@@ -182,9 +184,13 @@ def test_another_user_gets_descriptors_only_if_allowed(
         if folder.owner() == "root" and folder != Path("/") and folder != Path("/tmp"):
             folder.chmod(0o755)
     words = [sys.executable, "-S", "-c", AS_NOBODY, str(socket_path), ticket_packet(attached.ticket).hex()]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
-    found = ended.stdout.split()
+    daemon.process.send_signal(signal.SIGSTOP)  # it finds the ticket sent already, the moment it accepts
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as nobody:
+        assert nobody.stdout is not None
+        assert nobody.stdout.readline() == "sent\n"
+        daemon.process.send_signal(signal.SIGCONT)
+        found = nobody.communicate(timeout=DEADLINE_S)[0].split()
+    assert nobody.returncode == 0
     answer = pb.HandoverResponse.FromString(bytes.fromhex(found[0]))
     if is_allowed:
         assert (answer.num_segments, int(found[1])) == (1, 1)

@@ -169,16 +169,23 @@ def test_another_user_is_refused_even_when_the_folder_lets_him_in(start_template
         "import os, socket, sys\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])\n"
+        "s.send(b'said before it is accepted'); print('sent', flush=True)\n"
         "sys.stdout.buffer.write(s.recv(1000))\n"
     )
+    template.process.send_signal(signal.SIGSTOP)
     try:
         command = ["/usr/bin/env", sys.executable, "-c", code, template.place.socket]
-        stranger = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == b"sent\n"
+            template.process.send_signal(signal.SIGCONT)
+            answer, _ = stranger.communicate(timeout=TIMEOUT_S)
     finally:
+        template.process.send_signal(signal.SIGCONT)
         for path, mode in modes.items():
             path.chmod(mode)
-    assert stranger.returncode == 0, stranger.stderr
-    refused = pb.Answer.FromString(stranger.stdout).refused
+    assert stranger.returncode == 0
+    refused = pb.Answer.FromString(answer).refused
     assert refused.reason == pb.Refused.NOT_ALLOWED
     assert "65534" in refused.message
 
