@@ -52,7 +52,7 @@ def run(checkpoint: str, num_restarts: int = 5, serve_words: tuple[str, ...] = (
         },
         "ratio": round(cold_s / statistics.median(warm_s), 2),
         **measure_forks(checkpoint),
-        **measure_takeovers(checkpoint, num_fresh=num_restarts),
+        **measure_takeovers(checkpoint),
     }
 
 

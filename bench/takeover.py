@@ -16,7 +16,7 @@ from .processes import PrivateDaemon, Server, tell, wait_until
 from .restart import load, wait_for_phases
 
 
-def run(checkpoint: str, *, num_standby: int = 20, num_fresh: int = 5) -> dict[str, Any]:
+def run(checkpoint: str, *, num_standby: int = 20, num_fresh: int = 20) -> dict[str, Any]:
     """`takeover_standby`, `takeover_fresh` and `import_torch`: p50 and every figure in s."""
     with PrivateDaemon() as daemon:
         load(daemon, checkpoint)
