@@ -103,6 +103,8 @@ class Request:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     row: int = -1
+    draft_ids: list[int] = field(default_factory=list)
+    """Tokens that are guessed to come next (speculation); a step may compute some of them beside the last token."""
 
     @property
     def num_tokens(self) -> int:

@@ -65,21 +65,48 @@ class Sampler:
         """
         if not requests:
             return []
-        rows = [request.row for request in requests]
-        positions = [request.num_tokens for request in requests]
-        index_of = {row: i for i, row in enumerate(rows)}
-        self._processor.apply(logits, index_of, dict(zip(rows, positions, strict=True)))
-        finite = logits.amax(dim=-1).isfinite().tolist()
-        tokens = self._choose(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
-        logprobs = self._logprobs(logits, rows, tokens)
-        sampled = []
-        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            if finite[i]:
-                self._processor.record(row, token)
-                sampled.append(SampledToken(token, logprobs.get(i)))
-            else:
-                sampled.append(SampledToken(token, error=_NOT_FINITE))
+        rows, positions = [r.row for r in requests], [r.num_tokens for r in requests]
+        self.process(logits, rows, positions, range(len(rows)))
+        sampled = self.choose(logits, rows, positions)
+        for row, token in zip(rows, sampled, strict=True):
+            self.record(row, token)
         return sampled
+
+    def process(
+        self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]
+    ) -> None:
+        """Bias, penalties and bars, in place: of request row rows[i] to logits[logit_rows[i]], for positions[i]."""
+        index_of = dict(zip(rows, logit_rows, strict=True))
+        self._processor.apply(logits, index_of, dict(zip(rows, positions, strict=True)))
+
+    def choose(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[SampledToken]:
+        """A token from each row of processed logits, which stay as they are; rows may name a request row twice."""
+        tokens = self._choose(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
+        return self.describe(logits, rows, tokens)
+
+    def describe(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[SampledToken]:
+        """Tokens chosen from processed logits, with the log-probabilities that their requests asked for."""
+        finite = logits.amax(dim=-1).isfinite().tolist()
+        logprobs = self._logprobs(logits, rows, tokens)
+        return [
+            SampledToken(token, logprobs.get(i)) if finite[i] else SampledToken(token, error=_NOT_FINITE)
+            for i, token in enumerate(tokens)
+        ]
+
+    def record(self, row: int, sampled: SampledToken) -> None:
+        """The row's request got this token."""
+        if not sampled.error:
+            self._processor.record(row, sampled.token_id)
+
+    def scaled(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """What tokens are drawn from: processed logits over temperature, what truncation excludes at −inf.
+
+        rows: int64[num_rows], request rows whose temperature is not 0. Returns float32[num_rows, vocab_size] with a
+        maximum of 0 in each row; its softmax is the distribution of the row's token.
+        """
+        x = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature[rows, None]
+        truncate(x, self._min_p[rows], self._top_k[rows], self._top_p[rows])
+        return x
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """int64[num_rows]; leaves the logits as they are."""
@@ -88,9 +115,7 @@ class Sampler:
         drawn = temperature.nonzero().flatten()
         if len(drawn):
             rows = rows[drawn]
-            x = logits[drawn]
-            x = (x - x.amax(dim=-1, keepdim=True)) / temperature[drawn, None]
-            truncate(x, self._min_p[rows], self._top_k[rows], self._top_p[rows])
+            x = self.scaled(logits[drawn], rows)
             x += gumbel_noise(self._seeds[rows], positions[drawn], self._token_hashes)
             tokens[drawn] = x.argmax(dim=-1)
         return tokens
