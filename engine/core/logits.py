@@ -54,6 +54,12 @@ class LogitsProcessor:
             if row in index_of and positions[row] < until:
                 logits[index_of[row], ids] = -math.inf
 
+    def changes(self, row: int, position: int) -> bool:
+        """Whether `apply` would change the row's logits for this position: only others can be speculated, since what
+        it does depends on the tokens before."""
+        barred = row in self._barred and position < self._barred[row][0]
+        return barred or row in self._bias or row in self._penalties
+
     def record(self, row: int, token_id: int) -> None:
         """The row's request got a token."""
         if row in self._penalties and self._output_counts is not None:

@@ -40,6 +40,15 @@ def uniform(seeds: Tensor, positions: Tensor, token_hashes: Tensor) -> Tensor:
     return h.bitwise_and_(0x7FFFFFFF).float().mul_(2.0**-31).clamp_(MIN_UNIFORM, MAX_UNIFORM)
 
 
+def derive_seeds(seeds: Tensor, purpose: int, starts: Tensor) -> Tensor:
+    """Other seeds, for randomness that must not depend on what the seeds themselves give: int64[num_rows].
+
+    seeds, starts: int64[num_rows]. The same for equal seeds, purpose and start, and else unrelated:
+    splitmix64(splitmix64(seed + (purpose + 1) · 2⁶²) + start), wrapping, for purposes 0 … 2.
+    """
+    return _splitmix64(_splitmix64(seeds + seed_to_int64(((purpose + 1) << 62) & ((1 << 64) - 1))) + starts)
+
+
 def hash_tokens(vocab_size: int) -> Tensor:
     """fmix32(token + 1) of every token: int32[vocab_size]."""
     return _fmix32(torch.arange(1, vocab_size + 1, dtype=torch.int32))

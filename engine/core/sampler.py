@@ -93,6 +93,18 @@ class Sampler:
             for i, token in enumerate(tokens)
         ]
 
+    def changes_logits(self, request: Request) -> bool:
+        """Whether the running request's next token comes from other logits than the model's."""
+        return self._processor.changes(request.row, request.num_tokens)
+
+    def is_greedy(self, request: Request) -> bool:
+        """Whether the running request's tokens are the most likely ones."""
+        return not self._temperature[request.row]
+
+    def seeds(self, rows: Tensor) -> Tensor:
+        """int64[num_rows], as noise.py takes them."""
+        return self._seeds[rows]
+
     def record(self, row: int, sampled: SampledToken) -> None:
         """The row's request got this token."""
         if not sampled.error:
