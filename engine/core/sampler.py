@@ -81,7 +81,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[SampledToken]:
         """A token from each row of processed logits, which stay as they are; rows may name a request row twice."""
-        tokens = self._choose(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
+        tokens = self.choose_ids(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
         return self.describe(logits, rows, tokens)
 
     def describe(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[SampledToken]:
@@ -120,8 +120,8 @@ class Sampler:
         truncate(x, self._min_p[rows], self._top_k[rows], self._top_p[rows])
         return x
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """int64[num_rows]; leaves the logits as they are."""
+    def choose_ids(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """The tokens that `choose` describes: int64[num_rows]. rows, positions: int64[num_rows]."""
         tokens = logits.argmax(dim=-1)
         temperature = self._temperature[rows]
         drawn = temperature.nonzero().flatten()
