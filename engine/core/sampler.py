@@ -101,6 +101,10 @@ class Sampler:
         """Whether the running request's tokens are the most likely ones."""
         return not self._temperature[request.row]
 
+    def temperatures(self, rows: Tensor) -> Tensor:
+        """float32[num_rows], 0 for greedy ones."""
+        return self._temperature[rows]
+
     def seeds(self, rows: Tensor) -> Tensor:
         """int64[num_rows], as noise.py takes them."""
         return self._seeds[rows]
