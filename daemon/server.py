@@ -14,6 +14,7 @@ import time
 from contextlib import aclosing, suppress
 from pathlib import Path
 
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
@@ -61,10 +62,7 @@ def run(config: DaemonConfig, reread: ReadConfig | None = None) -> int:
 
 
 async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = _stop_asked()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
 
     notifier = Notifier.from_environment()
@@ -97,7 +95,8 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
 
     for source in config.models:
         load(source)
-    loop.add_signal_handler(signal.SIGHUP, Reloader(reread, cache, doors, notifier, load).reload)
+    reloader = Reloader(reread, cache, doors, notifier, load)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload)
     await health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
     notifier.ready("serving")
     log.info("epoch %d serves at %s with %s", cache.epoch, runtime_dir, _describe_limit(cache))
@@ -107,17 +106,30 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     await stop.wait()
     log.info("draining")
     notifier.stopping()
-    await health.enter_graceful_shutdown()
-    await cache.drain()
-    if not cache.hands_over:
-        await _holders_to_leave(cache)
-    await server.stop(grace=_STOP_GRACE_S)
+    await _drain(cache, health, server)
     stopped.set()
     for task in background:
         task.cancel()
     await asyncio.gather(*background, probing, return_exceptions=True)
     handover.close()
     probes.close()
+
+
+def _stop_asked() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _drain(cache: WeightCache, health: HealthServicer, server: grpc.aio.Server) -> None:
+    """Nothing new, then the end of what there is, then of the server."""
+    await health.enter_graceful_shutdown()
+    await cache.drain()
+    if not cache.hands_over:
+        await _holders_to_leave(cache)
+    await server.stop(grace=_STOP_GRACE_S)
 
 
 async def _holders_to_leave(cache: WeightCache) -> None:

@@ -16,11 +16,12 @@ from preload.engine.errors import RequestError
 from preload.engine.models.decoder import Decoder
 
 from .batch import PersistentBatch
+from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
 from .request import FinishReason, Request, RequestOutput
 from .runner import Runner
 from .sampler import SampledToken, Sampler
-from .scheduler import Schedule, Scheduler
+from .scheduler import Schedule, Scheduler, SchedulingOptions
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,7 @@ class EngineCore:
         max_num_seqs: int = 64,
         token_budget: int = 512,
         max_model_len: int,
+        scheduling: SchedulingOptions | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -54,6 +56,7 @@ class EngineCore:
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             max_model_len=max_model_len,
+            options=scheduling,
         )
         batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
         self.runner = Runner(decoder, self.cache, batch)
@@ -127,14 +130,20 @@ class EngineCore:
         """Runs one step on random ids; no request's state is touched."""
         self.runner.warm_up(num_tokens)
 
+    def check_invariants(self) -> None:
+        """Raises InvariantError if the bookkeeping of requests, blocks and rows contradicts itself."""
+        self.runner.batch.apply()
+        check_scheduler(self.scheduler)
+        check_batch(self.runner.batch, self.scheduler.running)
+
     def _commit(
         self, plan: Schedule, sampling: Sequence[Request], sampled: Sequence[SampledToken]
     ) -> list[RequestOutput]:
         """Counts what was computed, appends what was sampled, ends what is finished."""
         self.counters.num_steps += 1
+        self.runner.commit({})
         for item in plan.scheduled:
-            item.request.num_computed_tokens += item.num_new_tokens
-            self.runner.batch.set_computed(item.request.row, item.request.num_computed_tokens)
+            self.scheduler.advance(item.request, item.num_new_tokens)
         return [self._commit_token(r, token) for r, token in zip(sampling, sampled, strict=True)]
 
     def _commit_token(self, request: Request, sampled: SampledToken) -> RequestOutput:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from preload.engine.errors import RequestError
 
+from .prefix import BlockContent
+
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_TOP_LOGPROBS = 20
@@ -103,6 +105,12 @@ class Request:
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     row: int = -1
+    cache_salt: str = ""
+    """Keys and values are shared only among requests with the same one."""
+    block_contents: list[BlockContent] = field(default_factory=list)
+    """Of the full blocks from the sequence's beginning, as far as the scheduler had to know them."""
+    num_cached_tokens: int | None = None
+    """Whose keys and values were there when the request was first admitted; None before that."""
     draft_ids: list[int] = field(default_factory=list)
     """Tokens that are guessed to come next (speculation); a step may compute some of them beside the last token."""
 
@@ -110,13 +118,15 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Requests run in this order, and are preempted in its reverse."""
-        return self.priority, self.arrival
-
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.output_ids
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """The tokens start … end − 1 of the sequence, without making a list of all."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
+            return self.prompt_ids[start:end]
+        return self.prompt_ids[start:] + self.output_ids[max(0, start - num_prompt) : end - num_prompt]
 
     def validate(self, vocab_size: int, max_model_len: int) -> None:
         """Raises RequestError if the request can never run."""

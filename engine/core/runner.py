@@ -1,12 +1,13 @@
 """Runner: turns a schedule into tensors and runs the decoder on them.
 
 Owns the persistent batch and the KV cache's tensors; decides nothing. Order of a step: rows started, blocks
-appended, staged writes applied, inputs built, forward, logits of the rows that sample.
+appended, staged writes applied, inputs built, forward, logits of the rows that sample. What depends only on which
+rows compute how many tokens is kept from one step to the next, which mostly decodes the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +32,72 @@ class StepInputs:
     """int64[num_tokens]"""
     attention: AttentionBatch
     logits_indices: Tensor
-    """int64[num_sampling]: tokens whose logits are needed."""
+    """int64[num_logit_rows]: tokens whose logits are needed: a sampling request's last one and its drafts."""
     sampling: Sequence[Request]
-    """The requests of `logits_indices`; a logit row's request row is its request's `row`."""
+    """The requests of `logits_indices`, each with 1 + num_drafts rows; its `row` is the request row of these."""
+    num_drafts: Sequence[int]
+    """Of each sampling request: how many of its drafts are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Which rows compute how many tokens, and the tensors that follow from that alone."""
+
+    rows: list[int]
+    """In batch order."""
+    lengths: list[int]
+    """Tokens of each."""
+    samples: list[int]
+    """Which of them sample."""
+    num_drafts: list[int]
+    """Of each that samples."""
+    idx_mapping: Tensor
+    """int64[num_reqs]: request row of each request of the batch."""
+    query_lens: Tensor
+    """int64[num_reqs]"""
+    query_start_loc: Tensor
+    """int32[num_reqs + 1]"""
+    request_of: Tensor
+    """int64[num_tokens]: index in the batch of each token's request."""
+    offsets: Tensor
+    """int64[num_tokens]: of each token among its request's."""
+    row_of: Tensor
+    """int64[num_tokens]: request row of each token."""
+    logits_indices: Tensor
+    """int64[num_logit_rows]"""
+    num_decodes: int
+
+    @staticmethod
+    def of(scheduled: Sequence[ScheduledRequest]) -> Composition:
+        rows, lengths = [s.request.row for s in scheduled], [s.num_new_tokens for s in scheduled]
+        samples = [i for i, s in enumerate(scheduled) if s.samples]
+        num_drafts = [scheduled[i].num_draft_tokens for i in samples]
+        idx_mapping, query_lens = torch.tensor(rows), torch.tensor(lengths)
+        ends = query_lens.cumsum(0)
+        request_of = torch.arange(len(rows)).repeat_interleave(query_lens)
+        return Composition(
+            rows=rows,
+            lengths=lengths,
+            samples=samples,
+            num_drafts=num_drafts,
+            idx_mapping=idx_mapping,
+            query_lens=query_lens,
+            query_start_loc=torch.cat((ends.new_zeros(1), ends)).int(),
+            request_of=request_of,
+            offsets=torch.arange(len(request_of)) - (ends - query_lens)[request_of],
+            row_of=idx_mapping[request_of],
+            logits_indices=_last_tokens(ends[samples], num_drafts),
+            num_decodes=sum(length == 1 for length in lengths),
+        )
+
+    def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether another step's requests make the same."""
+        return (
+            self.rows == [s.request.row for s in scheduled]
+            and self.lengths == [s.num_new_tokens for s in scheduled]
+            and self.samples == [i for i, s in enumerate(scheduled) if s.samples]
+            and self.num_drafts == [scheduled[i].num_draft_tokens for i in self.samples]
+        )
 
 
 class Runner:
@@ -43,54 +107,69 @@ class Runner:
         self.decoder = decoder
         self.cache = cache
         self.batch = batch
+        self._composition: Composition | None = None
+        self._block_table = torch.empty(0, 0, dtype=torch.int32)
 
     def prepare(self, plan: Schedule) -> StepInputs:
         """Applies the plan's writes to the batch and builds the step's tensors."""
+        batch = self.batch
         for request in plan.started:
-            self.batch.start(request.row, request.token_ids(), request.block_ids)
+            batch.start(request.row, request.token_ids(), request.block_ids, request.num_computed_tokens)
         for request, blocks in plan.grown:
-            self.batch.append_blocks(request.row, blocks)
-        self.batch.apply()
+            batch.append_blocks(request.row, blocks)
+        for item in plan.scheduled:
+            for position, token_id in enumerate(item.draft_ids, item.request.num_tokens):
+                batch.append_token(item.request.row, position, max(token_id, 0))
+        batch.apply()
         scheduled = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
-        return self._build(scheduled)
+        composition = self._compose(scheduled, table_changed=bool(plan.started or plan.grown))
+        sampling = [scheduled[i].request for i in composition.samples]
+        return self._build(composition, sampling)
 
-    def _build(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
-        idx_mapping = torch.tensor([s.request.row for s in scheduled])
-        query_lens = torch.tensor([s.num_new_tokens for s in scheduled])
-        computed = self.batch.num_computed_tokens[idx_mapping].long()
-        ends = query_lens.cumsum(0)
-        request_of = torch.arange(len(scheduled)).repeat_interleave(query_lens)
-        positions = torch.arange(int(ends[-1])) + (computed - ends + query_lens)[request_of]
-        rows = idx_mapping[request_of]
-        block_size = self.batch.block_size
-        seq_lens = computed + query_lens
-        samples = [i for i, s in enumerate(scheduled) if s.samples]
+    def _compose(self, scheduled: Sequence[ScheduledRequest], *, table_changed: bool) -> Composition:
+        """The step's composition and block table: the last step's, as far as nothing has changed."""
+        composition = self._composition
+        if composition is None or not composition.fits(scheduled):
+            composition = self._composition = Composition.of(scheduled)
+            table_changed = True
+        if table_changed:
+            width = self.batch.num_blocks(composition.rows)
+            self._block_table = self.batch.block_table[:, :width].index_select(0, composition.idx_mapping)
+        return composition
+
+    def _build(self, composition: Composition, sampling: Sequence[Request]) -> StepInputs:
+        batch, row_of, block_size = self.batch, composition.row_of, self.batch.block_size
+        computed = batch.num_computed_tokens[composition.idx_mapping]
+        positions = computed[composition.request_of] + composition.offsets
+        blocks = batch.block_table[row_of, positions // block_size]
         return StepInputs(
-            input_ids=self.batch.token_ids[rows, positions].long(),
+            input_ids=batch.token_ids[row_of, positions].long(),
             positions=positions,
             attention=AttentionBatch(
-                query_start_loc=torch.cat((ends.new_zeros(1), ends)).int(),
-                seq_lens=seq_lens.int(),
-                block_table=self._gather_block_table(idx_mapping, seq_lens),
-                slot_mapping=self.batch.block_table[rows, positions // block_size].long() * block_size
-                + positions % block_size,
-                num_decodes=sum(s.num_new_tokens == 1 for s in scheduled),
+                query_start_loc=composition.query_start_loc,
+                seq_lens=(computed + composition.query_lens).int(),
+                block_table=self._block_table,
+                slot_mapping=blocks.long() * block_size + positions % block_size,
+                num_decodes=composition.num_decodes,
             ),
-            logits_indices=ends[samples] - 1,
-            sampling=[scheduled[i].request for i in samples],
+            logits_indices=composition.logits_indices,
+            sampling=sampling,
+            num_drafts=composition.num_drafts,
         )
 
-    def _gather_block_table(self, idx_mapping: Tensor, seq_lens: Tensor) -> Tensor:
-        """int32[num_reqs, blocks of the longest], padded with the null block."""
-        num_blocks = -(-seq_lens // self.batch.block_size)
-        table = self.batch.block_table[idx_mapping, : int(num_blocks.max())]
-        beyond = torch.arange(table.shape[1]) >= num_blocks[:, None]
-        return table.masked_fill_(beyond, 0)
+    def commit(self, num_rejected: Mapping[int, int]) -> None:
+        """The tokens of the step that was prepared last are computed, but those at its end that were rejected.
+
+        num_rejected: by request row, of rows that had any."""
+        assert self._composition is not None, "nothing was prepared"
+        self.batch.advance(self._composition.idx_mapping, self._composition.query_lens)
+        if num_rejected:
+            self.batch.advance(torch.tensor(list(num_rejected)), -torch.tensor(list(num_rejected.values())))
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Runs the decoder and writes the KV cache: float32[num_sampling, vocab_size], logits where needed."""
-        hidden = self.decoder.forward(inputs.input_ids, inputs.positions, self.cache.layers, inputs.attention)
-        return self.decoder.compute_logits(hidden[inputs.logits_indices])
+        """Runs the decoder and writes the KV cache: float32[num_logit_rows, vocab_size], logits where needed."""
+        self.hidden = self.decoder.forward(inputs.input_ids, inputs.positions, self.cache.layers, inputs.attention)
+        return self.decoder.compute_logits(self.hidden[inputs.logits_indices])
 
     def warm_up(self, num_tokens: int) -> None:
         """One step on ids drawn uniformly from the vocabulary; neither batch nor KV cache is touched.
@@ -117,5 +196,14 @@ class Runner:
             ),
             logits_indices=ends - 1,
             sampling=(),
+            num_drafts=(),
         )
         self.forward(inputs)
+
+
+def _last_tokens(ends: Tensor, num_drafts: Sequence[int]) -> Tensor:
+    """Indices of the last 1 + num_drafts[i] tokens before each of `ends`: int64[num_logit_rows]."""
+    if not any(num_drafts):
+        return ends - 1
+    lasts = zip(ends.tolist(), num_drafts, strict=True)
+    return torch.tensor([index for end, drafts in lasts for index in range(end - 1 - drafts, end)])

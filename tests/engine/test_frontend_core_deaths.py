@@ -90,7 +90,8 @@ def test_all_streams_of_a_dead_core_complete(start_frontend: Callable[..., Any])
 def test_a_request_that_kills_two_cores_is_answered_with_an_error_and_others_are_served(
     start_frontend: Callable[..., Any],
 ) -> None:
-    frontend = start_frontend({"poison_id": 4649})
+    # Slow steps, so that the tokens before the third are out when the core dies: a stream that has begun.
+    frontend = start_frontend({"poison_id": 4649, "step_s": 0.1})
     response = frontend.complete(prompt="The capital of France", max_tokens=20)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "core_died_repeatedly"

@@ -103,11 +103,20 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class CheckedCore(EngineCore):
+    """A core that checks its bookkeeping after every step."""
+
+    def step(self) -> list[RequestOutput]:
+        outputs = super().step()
+        self.check_invariants()
+        return outputs
+
+
 def make_core(model: TinyModel, **changes: Any) -> EngineCore:
     settings = {
         "num_blocks": 65, "block_size": 4, "max_num_seqs": 8, "token_budget": 32, "max_model_len": 64,
     }  # fmt: skip
-    return EngineCore(model.decoder(), **{**settings, **changes})
+    return CheckedCore(model.decoder(), **{**settings, **changes})
 
 
 def make_request(request_id: str, prompt_ids: list[int], **sampling: Any) -> Request:
