@@ -399,6 +399,8 @@ class RequestOutput(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     PARAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     error: _builtins.str
@@ -407,6 +409,11 @@ class RequestOutput(_message.Message):
     """with an error: the request is wrong, and would be anywhere"""
     param: _builtins.str
     """with `refused`: the field of SamplingParams that is wrong, where it is a single one"""
+    num_draft_tokens: _builtins.int
+    """Speculation: how many tokens were guessed for this step and verified, and how many of them were kept, from the
+    first. Those kept are among token_ids, unless the request ended before them.
+    """
+    num_accepted_tokens: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -430,10 +437,12 @@ class RequestOutput(_message.Message):
         refused: _builtins.bool = ...,
         param: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "param", b"param", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "param", b"param", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,6 +595,9 @@ class StatsResponse(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     pid: _builtins.int
     num_running: _builtins.int
@@ -606,8 +618,18 @@ class StatsResponse(_message.Message):
     """waits to be promoted, without KV memory"""
     kernels: _builtins.str
     """which versions compute, in one line for a human"""
+    speculation: _builtins.str
+    """how tokens are guessed, in one line for a human; "" = not at all"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_weight_cache_pb2.Phase]: ...
+    @_builtins.property
+    def num_drafted_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by position in a draft: guesses that were verified,"""
+
+    @_builtins.property
+    def num_accepted_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """and those that were kept"""
+
     def __init__(
         self,
         *,
@@ -629,10 +651,13 @@ class StatsResponse(_message.Message):
         weights_bytes: _builtins.int = ...,
         standby: _builtins.bool = ...,
         kernels: _builtins.str = ...,
+        speculation: _builtins.str = ...,
+        num_drafted_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_accepted_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kernels", b"kernels", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kernels", b"kernels", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "speculation", b"speculation", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
