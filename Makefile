@@ -2,7 +2,9 @@
 # make test       all tests but the slow ones and those that need a GPU
 # make test-slow  kills at every failpoint, chaos, a real systemd, fuzzers
 # make fuzz     attacks on every listening socket, FUZZ_SECONDS each (120)
-# make bench    how long attaching and restarting take
+# make bench    serving, measured: this project alone, in three minutes
+# make bench-peers  the same for vLLM and llama.cpp, set up from the registry, by turns with ours
+# make bench-start  how long attaching and restarting take
 # make lint     ruff, mypy, import-linter, check-protos
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +15,7 @@ MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test test-slow fuzz bench lint format protos check-protos setup clean
+.PHONY: demo test test-slow fuzz bench bench-peers bench-start lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +41,14 @@ fuzz: setup
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(FUZZ_SECONDS)
 
 bench: setup
+	$(BIN)/python -m preload.bench.peers.run --only preload --rounds 1 --out build/bench/preload.json
+
+# PEERS="--rounds 1 --only preload,llama.cpp" is a short run; PEERS=--help tells the rest.
+PEERS :=
+bench-peers: setup
+	$(BIN)/python -m preload.bench.peers.run $(PEERS)
+
+bench-start: setup
 	$(BIN)/preload bench attach
 	$(BIN)/preload bench restart
 
