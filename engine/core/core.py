@@ -7,8 +7,10 @@ ends. Not thread-safe: one loop calls it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +21,12 @@ from .batch import PersistentBatch
 from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
 from .request import FinishReason, Request, RequestOutput
-from .runner import Runner
+from .runner import Runner, StepInputs
 from .sampler import SampledToken, Sampler
 from .scheduler import Schedule, Scheduler, SchedulingOptions
+
+if TYPE_CHECKING:
+    from .speculation.speculator import Speculator
 
 
 @dataclass(kw_only=True)
@@ -61,6 +66,7 @@ class EngineCore:
         batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
         self.runner = Runner(decoder, self.cache, batch)
         self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size)
+        self.speculator: Speculator | None = None
         self._vocab_size = decoder.spec.vocab_size
         self._requests: dict[str, Request] = {}
         self._outputs: list[RequestOutput] = []
@@ -76,17 +82,34 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One pass: at most token_budget tokens computed, one token sampled per request that is ready for one."""
+        """One pass: at most token_budget tokens computed. Each request that is ready for one gets a token, and with
+        it those of its drafts that prove right."""
         outputs, self._outputs = self._outputs, []
+        started_s = time.perf_counter()
         plan = self.scheduler.schedule()
         for request in plan.started:
             self.sampler.add(request.row, request)
+        if self.speculator is not None:
+            self.speculator.observe(plan)
         if plan.scheduled:
             inputs = self.runner.prepare(plan)
             logits = self.runner.forward(inputs)
-            sampled = self.sampler.sample(logits, inputs.sampling)
-            outputs += self._commit(plan, inputs.sampling, sampled)
+            if self.speculator is None:
+                sampled = [[token] for token in self.sampler.sample(logits, inputs.sampling)]
+            else:
+                sampled = self.speculator.verify(logits, inputs)
+            outputs += self._commit(plan, inputs, sampled)
+            if self.speculator is not None:
+                self.speculator.propose(plan, inputs, self.runner.hidden, started_s)
         return outputs
+
+    def speculate(self, speculator: Speculator) -> None:
+        """From now on steps verify the drafts of `speculator`. No request may be here."""
+        if self._requests:
+            raise AssertionError("speculation begins before the first request")
+        self.speculator = speculator
+        self.scheduler.num_lookahead_tokens = speculator.drafter.num_lookahead_tokens
+        speculator.drafter.allocate_kv(self.cache.num_blocks)
 
     def add_request(self, request: Request) -> None:
         """Takes a request. One that cannot run ends with an error output at the next step, and no exception."""
@@ -124,11 +147,15 @@ class EngineCore:
         block_size, decoder = self.cache.block_size, self.runner.decoder
         self.cache = self.runner.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
         self.scheduler.pool = BlockPool(num_blocks, block_size)
+        if self.speculator is not None:
+            self.speculator.drafter.allocate_kv(num_blocks)
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
         """Runs one step on random ids; no request's state is touched."""
         self.runner.warm_up(num_tokens)
+        if self.speculator is not None:
+            self.speculator.drafter.warm_up()
 
     def check_invariants(self) -> None:
         """Raises InvariantError if the bookkeeping of requests, blocks and rows contradicts itself."""
@@ -137,31 +164,57 @@ class EngineCore:
         check_batch(self.runner.batch, self.scheduler.running)
 
     def _commit(
-        self, plan: Schedule, sampling: Sequence[Request], sampled: Sequence[SampledToken]
+        self, plan: Schedule, inputs: StepInputs, sampled: Sequence[Sequence[SampledToken]]
     ) -> list[RequestOutput]:
         """Counts what was computed, appends what was sampled, ends what is finished."""
         self.counters.num_steps += 1
-        self.runner.commit({})
+        num_new, num_rejected = [], {}
+        for request, num_drafts, tokens in zip(inputs.sampling, inputs.num_drafts, sampled, strict=True):
+            num_new.append(self._append(request, tokens))
+            if num_drafts >= max(num_new[-1], 1):
+                num_rejected[request.row] = num_drafts + 1 - max(num_new[-1], 1)
+        self.runner.commit(num_rejected)
         for item in plan.scheduled:
-            self.scheduler.advance(item.request, item.num_new_tokens)
-        return [self._commit_token(r, token) for r, token in zip(sampling, sampled, strict=True)]
+            self.scheduler.advance(item.request, item.num_new_tokens - num_rejected.get(item.request.row, 0))
+        results = zip(inputs.sampling, inputs.num_drafts, sampled, num_new, strict=True)
+        return [self._output(request, num_drafts, tokens, new) for request, num_drafts, tokens, new in results]
 
-    def _commit_token(self, request: Request, sampled: SampledToken) -> RequestOutput:
-        if sampled.error:
+    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> int:
+        """Appends tokens to the output until one ends the request; returns how many. An error is none."""
+        num_new = 0
+        for token in tokens:
+            if token.error:
+                break
+            request.output_ids.append(token.token_id)
+            num_new += 1
+            if request.finish_reason(self.max_model_len) is not FinishReason.NONE:
+                break
+        return num_new
+
+    def _output(
+        self, request: Request, num_drafts: int, tokens: Sequence[SampledToken], num_new: int
+    ) -> RequestOutput:
+        """What the request's client hears of the first num_new tokens; ends the request if they end it."""
+        if num_new == 0:
             self._finish(request)
-            return RequestOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=sampled.error)
-        request.output_ids.append(sampled.token_id)
-        self.counters.num_output_tokens += 1
+            return RequestOutput(
+                request_id=request.request_id, finish_reason=FinishReason.ERROR, error=tokens[0].error
+            )
+        self.counters.num_output_tokens += num_new
         reason = request.finish_reason(self.max_model_len)
+        new = tokens[:num_new]
         if reason is FinishReason.NONE:
-            self.runner.batch.append_token(request.row, request.num_tokens - 1, sampled.token_id)
+            for position, token in enumerate(new, request.num_tokens - num_new):
+                self.runner.batch.append_token(request.row, position, token.token_id)
         else:
             self._finish(request)
         return RequestOutput(
             request_id=request.request_id,
-            token_ids=[sampled.token_id],
-            logprobs=[sampled.logprobs] if sampled.logprobs else [],
+            token_ids=[token.token_id for token in new],
+            logprobs=[token.logprobs for token in new if token.logprobs],
             finish_reason=reason,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=len(tokens) - 1,
         )
 
     def _refuse_duplicate(self, request: Request) -> None:
@@ -173,6 +226,8 @@ class EngineCore:
     def _finish(self, request: Request) -> None:
         """Takes a request out of every table, without an output."""
         self.scheduler.finish(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         del self._requests[request.request_id]
 
     def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:

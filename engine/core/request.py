@@ -169,3 +169,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
+    num_draft_tokens: int = 0
+    """Guesses that were verified in this step."""
+    num_accepted_tokens: int = 0
+    """Of these, how many were right."""

@@ -57,6 +57,8 @@ def output_to_proto(output: RequestOutput) -> pb.RequestOutput:
         ],
         finish_reason=_FINISH_REASONS[output.finish_reason],
         error=output.error,
+        num_draft_tokens=output.num_draft_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
     )
 
 

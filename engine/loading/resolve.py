@@ -126,6 +126,7 @@ def _spec_values(spec: ModelSpec) -> dict[str, int]:
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
+        "num_nextn_predict_layers": spec.num_mtp_layers,
     }
 
 

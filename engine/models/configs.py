@@ -29,6 +29,7 @@ OVERRIDABLE = (
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "num_nextn_predict_layers",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -96,6 +97,7 @@ def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
         attention_bias=reader.flag("attention_bias"),
         mlp_bias=reader.flag("mlp_bias"),
         rope=rope,
+        num_mtp_layers=reader.num_mtp_layers(),
     )
 
 
@@ -148,6 +150,12 @@ class _Reader:
         value = self._config.get(key, False)
         if not isinstance(value, bool):
             raise self.wrong(key, "must be true or false; correct the configuration")
+        return value
+
+    def num_mtp_layers(self) -> int:
+        value = self._config.get("num_nextn_predict_layers") or 0
+        if type(value) is not int or not 0 <= value <= 1:
+            raise self.wrong("num_nextn_predict_layers", "is not supported: a model has one such layer, or none")
         return value
 
     def check_neutral(self) -> None:

@@ -50,6 +50,7 @@ class Decoder:
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)
         self.rope = RotaryEmbedding(spec, divisors)
+        self.mtp = MtpHead(spec, table, self.embed, self.rope, ops) if spec.num_mtp_layers else None
         table.finish()
 
     def forward(
@@ -69,6 +70,35 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: dtype[num_rows, hidden_size] → float32[num_rows, vocab_size]."""
         return self.lm_head(hidden).float()
+
+
+class MtpHead:
+    """Multi-token prediction: from the model's state at position i and the token at i + 1 to a state from which
+    `compute_logits` tells the token at i + 2. Source: arXiv 2412.19437, section 2.2; names are DeepSeek's."""
+
+    def __init__(
+        self, spec: ModelSpec, table: WeightTable, embed: Embedding, rope: RotaryEmbedding, ops: Ops
+    ) -> None:
+        prefix = f"model.layers.{spec.num_layers}"
+        self._embed, self._rope, self._eps = embed, rope, spec.rms_norm_eps
+        self._token_norm = table.take_vector(f"{prefix}.enorm.weight", spec.hidden_size)
+        self._state_norm = table.take_vector(f"{prefix}.hnorm.weight", spec.hidden_size)
+        projection = table.take_weight(f"{prefix}.eh_proj.weight", spec.hidden_size, 2 * spec.hidden_size)
+        self._projection = ops.projection([Linear(projection)])
+        self._layer = DecoderLayer(spec, table, spec.num_layers, ops)
+        self._norm = table.take_vector(f"{prefix}.shared_head.norm.weight", spec.hidden_size)
+
+    def __call__(
+        self, token_ids: Tensor, states: Tensor, positions: Tensor, cache: LayerCache, batch: AttentionBatch
+    ) -> Tensor:
+        """States after the head's norm: dtype[num_tokens, hidden_size].
+
+        token_ids, positions: int64[num_tokens], the tokens at positions + 1; states: dtype[num_tokens, hidden_size],
+        the model's after its final norm, or the head's own. Writes keys and values into `cache`."""
+        tokens = rms_norm(self._embed(token_ids), self._token_norm, self._eps)
+        both = torch.cat((tokens, rms_norm(states, self._state_norm, self._eps)), dim=1)
+        hidden = self._layer(self._projection(both), self._rope(positions), cache, batch)
+        return rms_norm(hidden, self._norm, self._eps)
 
 
 class DecoderLayer:

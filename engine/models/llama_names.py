@@ -33,6 +33,9 @@ def expected_tensors(spec: ModelSpec) -> dict[str, ExpectedTensor]:
     for layer in range(spec.num_layers):
         for name, tensor in _layer_tensors(spec):
             expected[f"model.layers.{layer}.{name}"] = tensor
+    for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers):
+        for name, tensor in (*_layer_tensors(spec), *_mtp_tensors(spec)):
+            expected[f"model.layers.{layer}.{name}"] = tensor
     if not spec.tie_word_embeddings:
         expected[LM_HEAD] = embedding
     return expected
@@ -59,6 +62,14 @@ def _layer_tensors(spec: ModelSpec) -> Iterator[tuple[str, ExpectedTensor]]:
         yield f"{name}.weight", ExpectedTensor((rows, cols), keys)
         if bias:
             yield f"{name}.bias", ExpectedTensor((rows,), keys)
+
+
+def _mtp_tensors(spec: ModelSpec) -> Iterator[tuple[str, ExpectedTensor]]:
+    """What a multi-token-prediction head has beside a layer. Embedding and output are the model's own."""
+    keys = ("hidden_size", "num_nextn_predict_layers")
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{norm}.weight", ExpectedTensor((spec.hidden_size,), keys)
+    yield "eh_proj.weight", ExpectedTensor((spec.hidden_size, 2 * spec.hidden_size), keys)
 
 
 def is_ignorable(name: str) -> bool:

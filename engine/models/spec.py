@@ -38,9 +38,15 @@ class ModelSpec:
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: RopeSpec = field(default_factory=RopeSpec)
+    num_mtp_layers: int = 0
+    """Multi-token-prediction heads behind the last layer: 0 or 1. See `MtpHead`."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without heads it is what it was before there were any, so that identities stay."""
+        value = asdict(self)
+        if not self.num_mtp_layers:
+            del value["num_mtp_layers"]
+        return value
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> ModelSpec:

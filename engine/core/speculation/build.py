@@ -1,0 +1,72 @@
+"""From the configured way to speculate to a Speculator."""
+
+from __future__ import annotations
+
+from preload.engine.core.core import EngineCore
+from preload.engine.errors import CoreError
+from preload.engine.models.decoder import Decoder
+
+from .draft_model import DraftModelDrafter
+from .drafter import Drafter
+from .mtp import MtpDrafter
+from .ngram import NgramDrafter
+from .speculator import Speculator
+from .verifier import Verifier
+
+NUM_DRAFT_TOKENS = {"ngram": 7, "draft": 4, "mtp": 1}
+"""Of each method, where no number is given. Fewer are drafted where that is faster (adaptive.py)."""
+
+
+def speculate(
+    core: EngineCore,
+    method: str,
+    *,
+    num_draft_tokens: int = 0,
+    verification: str = "coupled",
+    draft: Decoder | None = None,
+    adaptive: bool = True,
+) -> Speculator:
+    """Has `core` speculate from now on. `draft`: the model of the method "draft".
+
+    Raises CoreError if model and method do not go together."""
+    count = num_draft_tokens or NUM_DRAFT_TOKENS[method]
+    vocab_size = core.runner.decoder.spec.vocab_size
+    verifier = Verifier(core.sampler, vocab_size, verification)
+    speculator = Speculator(
+        _drafter(core, method, count, verifier, draft),
+        verifier,
+        core.sampler,
+        num_draft_tokens=count,
+        max_model_len=core.max_model_len,
+        adaptive=adaptive,
+    )
+    core.speculate(speculator)
+    return speculator
+
+
+def check_vocabularies(target: Decoder, draft: Decoder) -> None:
+    """Raises CoreError if the draft model's tokens cannot be the model's."""
+    theirs, ours = draft.spec.vocab_size, target.spec.vocab_size
+    if theirs != ours:
+        raise CoreError(
+            f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}; a draft model needs "
+            "the same vocabulary: choose another one"
+        )
+
+
+def _drafter(core: EngineCore, method: str, count: int, verifier: Verifier, draft: Decoder | None) -> Drafter:
+    batch = core.runner.batch
+    if method == "ngram":
+        return NgramDrafter()
+    if method == "mtp":
+        return MtpDrafter(core.runner.decoder, batch, verifier.draw_drafts, num_draft_tokens=count)
+    if method != "draft" or draft is None:
+        raise AssertionError(f"{method} is no way to speculate, or its model is missing")
+    check_vocabularies(core.runner.decoder, draft)
+    return DraftModelDrafter(
+        draft,
+        batch,
+        verifier.draw_drafts,
+        num_draft_tokens=count,
+        num_fed_at_once=core.scheduler.token_budget,
+    )
