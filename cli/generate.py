@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 from preload.engine.frontend.config import FrontendConfig
@@ -31,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .serve import resident_generation
+    from .serve import with_generations
 
     config = FrontendConfig(
         checkpoint=arguments.checkpoint,
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         config_overrides=arguments.config_overrides,
         max_num_seqs=1,
     )
-    config = replace(config, generation=resident_generation(config, arguments.load, arguments.wait_daemon))
+    config = with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)
     text, finish_reason, usage = asyncio.run(_stream(config, arguments))
     if arguments.json:
         print(json.dumps({"text": text, "finish_reason": finish_reason, "usage": usage}))

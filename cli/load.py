@@ -27,14 +27,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def load_with_progress(control: Control, checkpoint: str, recipe: Recipe, *, evict_lru: bool) -> pb.Generation:
+def load_with_progress(
+    control: Control, checkpoint: str, recipe: Recipe, *, evict_lru: bool, role: str = "target"
+) -> pb.Generation:
     """Shows a bar while a loader works, and says which files are loaded anew because they have changed; a generation
     that is resident already shows nothing. Raises PreloadError."""
     from .render import ProgressBar
 
     bar = ProgressBar("load")
     try:
-        for event in control.load(checkpoint, recipe, evict_lru=evict_lru):
+        for event in control.load(checkpoint, recipe, evict_lru=evict_lru, role=role):
             if event.WhichOneof("event") == "loaded":
                 return event.loaded
             if event.WhichOneof("event") == "changed":

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import gc
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from preload.engine.frontend.config import FrontendConfig
 
 from .options import STARTING_S, add_load, add_options, add_wait_daemon, given
+
+if TYPE_CHECKING:
+    from preload.engine.client import Control
+    from preload.engine.recipe import Recipe
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,22 +33,34 @@ def run(arguments: argparse.Namespace) -> int:
     timeline.add("exec", process_start_ns())
     config = FrontendConfig(**given(arguments, FrontendConfig))
     with timeline.phase("load"):
-        config = replace(config, generation=resident_generation(config, arguments.load, arguments.wait_daemon))
+        config = with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)
     return serve(config, timeline=timeline)
 
 
-def resident_generation(config: FrontendConfig, load: bool, wait_s: float) -> str:
-    """The id of what is to be served: every core asks for that, whatever becomes of the checkpoint's files.
+def with_generations(config: FrontendConfig, *, load: bool, wait_s: float) -> FrontendConfig:
+    """With the ids of what is to be served: every core asks for those, whatever becomes of the checkpoints' files.
 
-    Loads the configured checkpoint, or, told not to, raises what an attach would raise. `wait_s`: for the daemon."""
+    Loads the configured checkpoints, or, told not to, raises what an attach would raise. `wait_s`: for the daemon."""
     from preload.engine.client import Control
-    from preload.engine.client.control import make_selector
 
     with Control(config.runtime_dir or None, wait_s=wait_s) as control:
-        if config.generation:
-            return control.check(make_selector(generation_id=config.generation))
-        if not load:
-            return control.check(make_selector(config.checkpoint, recipe=config.recipe()))
-        from .load import load_with_progress
+        generation = _resident(control, config.generation, config.checkpoint, config.recipe(), "target", load)
+        config = replace(config, generation=generation)
+        if config.speculate == "draft":
+            known, checkpoint = config.draft_generation, config.draft_model
+            draft = _resident(control, known, checkpoint, config.draft_recipe(), "draft", load)
+            config = replace(config, draft_generation=draft)
+    return config
 
-        return load_with_progress(control, config.checkpoint, config.recipe(), evict_lru=False).id
+
+def _resident(control: Control, known: str, checkpoint: str, recipe: Recipe, role: str, load: bool) -> str:
+    from preload.engine.client.control import make_selector
+    from preload.protos.weight_cache_pb2 import Rank
+
+    if known:
+        return control.check(make_selector(generation_id=known))
+    if not load:
+        return control.check(make_selector(checkpoint, recipe=recipe, rank=Rank(role=role)))
+    from .load import load_with_progress
+
+    return load_with_progress(control, checkpoint, recipe, evict_lru=False, role=role).id

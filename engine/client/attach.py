@@ -74,6 +74,7 @@ def attach(
     generation_id: str | None = None,
     checkpoint_digest: str | None = None,
     recipe: Recipe | None = None,
+    role: str = "",
     runtime_dir: str | None = None,
     tensors: str = "torch",
     client: str = "preload client",
@@ -81,13 +82,19 @@ def attach(
 ) -> Attachment:
     """Maps a resident generation, named by checkpoint and recipe, by content digest and recipe, or by id.
 
+    `role` is "target" (also when empty, but by id, where it then has to be the only one), or "draft" for a model
+    that only guesses for another.
     `tensors` is "torch", "numpy" or "buffers"; only "torch" imports torch. `timeout_s` bounds the daemon's answer,
     which is immediate unless files were touched and have to be hashed again.
     Raises PreloadError: see engine/errors.py for which and why."""
     runtime_dir = runtime_dir or default_runtime_dir()
     timeline = Timeline()
     selector = make_selector(
-        checkpoint, generation_id=generation_id, checkpoint_digest=checkpoint_digest, recipe=recipe
+        checkpoint,
+        generation_id=generation_id,
+        checkpoint_digest=checkpoint_digest,
+        recipe=recipe,
+        rank=pb.Rank(role=role) if role else None,
     )
     start_ns = now_ns()
     lease = Lease(runtime_dir, pb.AttachOpen(selector=selector, pid=os.getpid(), client=client), timeout_s)

@@ -73,7 +73,13 @@ class Control:
         self._channel.close()
 
     def load(
-        self, checkpoint: str | Path, recipe: Recipe, *, evict_lru: bool = False, timeout_s: float | None = None
+        self,
+        checkpoint: str | Path,
+        recipe: Recipe,
+        *,
+        role: str = "target",
+        evict_lru: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[pb.LoadEvent]:
         """Makes a checkpoint resident; yields progress, and the loaded generation last.
 
@@ -81,6 +87,7 @@ class Control:
         request = pb.LoadRequest(
             checkpoint_path=absolute(checkpoint),
             recipe=recipe.to_proto(),
+            rank=pb.Rank(role=role),
             evict=pb.EVICT_POLICY_LRU if evict_lru else pb.EVICT_POLICY_NONE,
         )
         return typed_stream(self._stub.Load(request, timeout=timeout_s), self.runtime_dir)

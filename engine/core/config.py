@@ -14,6 +14,8 @@ from typing import Any
 from preload.engine.errors import RequestError
 from preload.engine.recipe import Recipe
 
+from .speculation import options
+
 DEFAULT_MAX_MODEL_LEN = 8192
 """What `max_model_len=0` means for a model that allows more: longer sequences are asked for explicitly, because
 the KV cache has to hold at least one of full length."""
@@ -48,6 +50,12 @@ class CoreConfig:
     attach_timeout_s: float = _help("seconds the daemon may take to answer, re-hashing of files included", 600.0)
     spawned_at_ns: int = _help("CLOCK_MONOTONIC when the parent spawned this process; 0 = not known", 0)
     standby: bool = _help("hold no KV memory and serve nothing until promoted", False)
+    speculate: str = _help(options.HELP["speculate"], "none")
+    num_draft_tokens: int = _help(options.HELP["num_draft_tokens"], 0)
+    verification: str = _help(options.HELP["verification"], "coupled")
+    draft_checkpoint: str = _help("path of the draft model's checkpoint", "")
+    draft_generation_id: str = _help("id of the draft model's generation, instead of a path", "")
+    draft_quantization: str = _help(options.HELP["draft_quantization"], "keep")
     parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
 
     def __post_init__(self) -> None:
@@ -57,6 +65,8 @@ class CoreConfig:
         for name in ("kv_cache_bytes", "max_model_len", "num_threads", "spawned_at_ns", "parent_pid"):
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative")
+        has_draft_model = bool(self.draft_checkpoint or self.draft_generation_id)
+        options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
         if self.token_budget < self.max_num_seqs:
             raise RequestError(
                 f"token_budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}: "
@@ -71,6 +81,10 @@ class CoreConfig:
             compute_dtype=self.compute_dtype,
             config_overrides=self.config_overrides,
         )
+
+    @property
+    def draft_recipe(self) -> Recipe:
+        return Recipe(quantization=self.draft_quantization, compute_dtype=self.compute_dtype)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import torch
 
@@ -13,8 +14,10 @@ from preload.engine.layers.ops import Ops, TorchOps
 from preload.engine.places import kernel_cache_dir, own_dir
 
 
+@cache
 def choose_ops(runtime_dir: str, dtype: torch.dtype, num_threads: int) -> Ops:
-    """Operations for a compute dtype, compiled first if neither the loader nor another core has done it."""
+    """Operations for a compute dtype, compiled first if neither the loader nor another core has done it. A process's
+    models share them, and their threads."""
     try:
         path = find_or_build(kernel_cache_dir(own_dir(runtime_dir)))
         ops = native_ops(NativeLibrary(path, num_threads), dtype)

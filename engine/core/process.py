@@ -89,11 +89,13 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             generation_id=config.generation_id or None,
             recipe=config.recipe,
             runtime_dir=config.runtime_dir or None,
+            role="target",
             tensors="torch",
             client="preload engine core",
             timeout_s=config.attach_timeout_s,
         )
-    core = build_core(config, attachment, timeline)
+        draft = _attach_draft(config) if config.speculate == "draft" else None
+    core = build_core(config, attachment, timeline, draft)
     gc.freeze()  # what is there now stays: later collections need not look at it
     with timeline.phase("ready"):
         loop = StepLoop(
@@ -116,56 +118,93 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     _run_or_die(loop)
     server.stop()
     attachment.close()
+    if draft is not None:
+        draft.close()
     return 0
 
 
-def build_core(config: CoreConfig, attachment: Attachment, timeline: Timeline) -> EngineCore:
-    """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up".
+def _attach_draft(config: CoreConfig) -> Attachment:
+    """The draft model, under a lease of its own."""
+    from preload.engine.client import attach
+
+    return attach(
+        config.draft_checkpoint or None,
+        generation_id=config.draft_generation_id or None,
+        recipe=config.draft_recipe,
+        role="draft",
+        runtime_dir=config.runtime_dir or None,
+        tensors="torch",
+        client="preload engine core, draft model",
+        timeout_s=config.attach_timeout_s,
+    )
+
+
+def build_core(
+    config: CoreConfig, attachment: Attachment, timeline: Timeline, draft: Attachment | None = None
+) -> EngineCore:
+    """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up". `draft`: of the draft model.
 
     A standby gets the smallest cache there is: its memory comes with its promotion."""
-    import torch
-
-    from preload.engine.models.decoder import Decoder
-    from preload.engine.models.spec import ModelSpec
-
     from .core import EngineCore
-    from .kernels import choose_ops
     from .memory import resolve_max_model_len
+    from .speculation.build import extra_block_bytes, speculate
 
     with timeline.phase("build"):
-        resolved = attachment.resolved_recipe
-        if not resolved["spec"]:
-            raise ManifestError(
-                f"generation {attachment.generation_id} holds {resolved['model']!r} tensors without a model; "
-                "load the checkpoint with a recipe that names one"
-            )
-        spec = ModelSpec.from_dict(resolved["spec"])
-        dtype = getattr(torch, resolved["compute_dtype"])
-        ops = choose_ops(config.runtime_dir, dtype, torch.get_num_threads())
-        decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
+        decoder = _build_decoder(config, attachment)
+        draft_decoder = None if draft is None else _build_decoder(config, draft)
     with timeline.phase("kv_cache"):
-        max_model_len = resolve_max_model_len(config.max_model_len, spec)
+        max_model_len = resolve_max_model_len(config.max_model_len, decoder.spec)
+        extra_bytes = extra_block_bytes(config.speculate, config.block_size, decoder, draft_decoder)
         core = EngineCore(
             decoder,
-            num_blocks=2 if config.standby else wanted_blocks(config, decoder, max_model_len),
+            num_blocks=2 if config.standby else wanted_blocks(config, decoder, max_model_len, extra_bytes),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_model_len=max_model_len,
         )
+        if config.speculate != "none":
+            speculate(
+                core,
+                config.speculate,
+                num_draft_tokens=config.num_draft_tokens,
+                verification=config.verification,
+                draft=draft_decoder,
+            )
     with timeline.phase("warm_up"):
         core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
     return core
 
 
-def wanted_blocks(config: CoreConfig, decoder: Decoder, max_model_len: int) -> int:
-    """Blocks of the KV cache that `config` asks for, or that memory allows now. Raises CoreError."""
+def _build_decoder(config: CoreConfig, attachment: Attachment) -> Decoder:
+    """The model of resident weights. Raises ManifestError if they are not one's."""
+    import torch
+
+    from preload.engine.models.decoder import Decoder
+    from preload.engine.models.spec import ModelSpec
+
+    from .kernels import choose_ops
+
+    resolved = attachment.resolved_recipe
+    if not resolved["spec"]:
+        raise ManifestError(
+            f"generation {attachment.generation_id} holds {resolved['model']!r} tensors without a model; "
+            "load the checkpoint with a recipe that names one"
+        )
+    dtype = getattr(torch, resolved["compute_dtype"])
+    ops = choose_ops(config.runtime_dir, dtype, torch.get_num_threads())
+    return Decoder(ModelSpec.from_dict(resolved["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
+
+
+def wanted_blocks(config: CoreConfig, decoder: Decoder, max_model_len: int, extra_bytes: int = 0) -> int:
+    """Blocks of the KV cache that `config` asks for, or that memory allows now. `extra_bytes`: of a drafter's own
+    storage, for each block. Raises CoreError."""
     from .kv_cache import block_bytes
     from .memory import num_kv_blocks
 
     return num_kv_blocks(
         kv_cache_bytes=config.kv_cache_bytes,
-        block_bytes=block_bytes(decoder.spec, config.block_size, decoder.dtype),
+        block_bytes=block_bytes(decoder.spec, config.block_size, decoder.dtype) + extra_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -174,7 +213,8 @@ def wanted_blocks(config: CoreConfig, decoder: Decoder, max_model_len: int) -> i
 
 def allocate_kv(config: CoreConfig, core: EngineCore) -> None:
     """Gives a standby the KV cache it serves with. Raises CoreError."""
-    core.allocate_kv(wanted_blocks(config, core.runner.decoder, core.max_model_len))
+    extra_bytes = core.speculator.drafter.bytes_per_block if core.speculator else 0
+    core.allocate_kv(wanted_blocks(config, core.runner.decoder, core.max_model_len, extra_bytes))
 
 
 def _run_or_die(loop: StepLoop) -> None:

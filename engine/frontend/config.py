@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
 
@@ -58,6 +59,19 @@ class FrontendConfig:
         default=0, metadata={"help": "longest prompt and answer together, in tokens (0: the model's)"}
     )
     num_threads: int = field(default=0, metadata={"help": "threads of the core (0: one per CPU)"})
+
+    speculate: str = field(default="none", metadata={"help": options.HELP["speculate"], "choices": options.METHODS})
+    num_draft_tokens: int = field(default=0, metadata={"help": options.HELP["num_draft_tokens"]})
+    verification: str = field(
+        default="coupled", metadata={"help": options.HELP["verification"], "choices": options.VERIFICATIONS}
+    )
+    draft_model: str = field(default="", metadata={"help": "checkpoint of the draft model"})
+    draft_generation: str = field(
+        default="", metadata={"help": "id of the draft model's resident generation, instead of its checkpoint"}
+    )
+    draft_quantization: str = field(
+        default="keep", metadata={"help": options.HELP["draft_quantization"], "choices": QUANTIZATIONS}
+    )
 
     tokenizer: str = field(
         default="",
@@ -122,6 +136,8 @@ class FrontendConfig:
         for name in ("core_ready_timeout_s", "step_timeout_s", "client_timeout_s"):
             if not getattr(self, name) > 0:
                 raise RequestError(f"{name} must be positive, not {getattr(self, name)}")
+        has_draft_model = bool(self.draft_model or self.draft_generation)
+        options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
         if not 0 <= self.port <= 65535:
             raise RequestError(f"port must be between 0 and 65535, not {self.port}")
 
@@ -133,6 +149,10 @@ class FrontendConfig:
             compute_dtype=self.compute_dtype,
             config_overrides=parse_overrides(self.config_overrides),
         )
+
+    def draft_recipe(self) -> Recipe:
+        """The recipe of the draft model."""
+        return Recipe(quantization=self.draft_quantization, compute_dtype=self.compute_dtype)
 
     @property
     def model_name(self) -> str:

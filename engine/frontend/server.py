@@ -87,6 +87,12 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             kv_cache_bytes=config.kv_cache_bytes,
             max_model_len=config.max_model_len,
             num_threads=config.num_threads,
+            speculate=config.speculate,
+            num_draft_tokens=config.num_draft_tokens,
+            verification=config.verification,
+            draft_checkpoint=os.path.abspath(config.draft_model) if _names_draft(config) else "",
+            draft_generation_id=config.draft_generation,
+            draft_quantization=config.draft_quantization,
             standby=standby,
             spawned_at_ns=spawned_at_ns,
             parent_pid=os.getpid(),
@@ -95,6 +101,11 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
 
     command("", 0)  # an impossible combination of options is found before anything is started
     return TemplatedCommand(command, place_of(config.runtime_dir)) if config.template else command
+
+
+def _names_draft(config: FrontendConfig) -> bool:
+    """Whether the draft model is asked for by its checkpoint."""
+    return bool(config.draft_model) and not config.draft_generation
 
 
 async def _serve(config: FrontendConfig, make_command: MakeCoreCommand, timeline: Timeline) -> None:

@@ -14,7 +14,7 @@ _RECIPE = ("model", "quantization", "compute_dtype", "config_overrides")
 _TEXT = ("tokenizer", "chat_template")
 _CORE = (
     "max_num_seqs", "token_budget", "block_size", "kv_cache_bytes", "max_model_len", "num_threads", "template",
-    "standby", "step_timeout_s", "core_ready_timeout_s",
+    "standby", "step_timeout_s", "core_ready_timeout_s", "speculate", "num_draft_tokens", "verification",
 )  # fmt: skip
 SETTABLE = (*_CORE, *_RECIPE, *_TEXT)
 """What an update may change beside the checkpoint. The rest belongs to the frontend, which goes on as it is."""

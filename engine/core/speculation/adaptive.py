@@ -1,9 +1,9 @@
 """How many tokens to guess: decided by what steps took, never by an assumption.
 
 For each size of the batch (by powers of two) the rate of tokens per second is measured of steps with each of a few
-draft lengths, 0 among them: k, (k − 1)/2, … What is best is done for REST_STEPS steps, then one of the others is tried
-again for TRIAL_STEPS, since acceptance depends on the text and time on the machine. A step counts for the longest
-draft there was in it, so that plain steps of an n-gram drafter without a match tell what plain steps take.
+draft lengths, 0 among them: k, (k − 1)/2, … What is best is done for REST_STEPS steps, then one of the others is
+tried again for TRIAL_STEPS, since acceptance depends on the text and time on the machine. A step counts for the
+longest draft there was in it, so that steps of an n-gram drafter without a match tell what plain steps take.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ from torch import Tensor
 from preload.engine.core.request import Request
 from preload.engine.core.scheduler import Schedule, ScheduledRequest
 
-METHODS = ("none", "ngram", "draft", "mtp")
-"""Values of the option `speculate`."""
-
 
 @dataclass(frozen=True)
 class Task:

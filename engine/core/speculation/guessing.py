@@ -16,8 +16,8 @@ Draw = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """Verifier.draw_drafts."""
 
 Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(active: int64[n], token_ids: int64[n], positions: int64[n]) → float32[n, vocab_size]: logits after one token more of
-each active request, which is an index among those that guess. Positions are those of the tokens."""
+"""(active: int64[n], token_ids: int64[n], positions: int64[n]) → float32[n, vocab_size]: logits after one token more
+of each active request, which is an index among those that guess. Positions are those of the tokens."""
 
 
 @dataclass(frozen=True)

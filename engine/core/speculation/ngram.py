@@ -48,7 +48,7 @@ class NgramIndex:
         self._follows = followed if followed >= 0 else self._find()
 
     def predict(self, count: int) -> list[int]:
-        """What followed the match, at most `count` tokens. A match that overlaps the end is continued periodically."""
+        """What followed the match, `count` tokens. Where that runs into the end, it is continued periodically."""
         if self._follows < 0:
             return []
         start, period = self._follows, len(self.tokens) - self._follows

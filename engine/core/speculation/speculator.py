@@ -8,7 +8,6 @@ processors) gets no drafts, and is computed as without speculation.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -1,11 +1,11 @@
 """Verification of a step's drafts: from logits to the tokens that each request gets.
 
 Owns which randomness is used for what. With `coupled` verification (the default) a position's token is drawn as it
-is without drafts, by noise that is a function of (seed, position, token), and a draft is kept if it is that token: the
-answer is the same with any drafter, or none, and whenever another core takes the request over. `sampled` and `block`
-are the rules of the literature. They keep more of what a draft model proposes, but what they draw depends also on
-where the drafts of a step began, so an answer is still a function of (seed, course of the steps), no longer of the
-seed alone: another core goes on with other tokens of the same distribution. Greedy requests are verified alike by all.
+is without drafts, by noise that is a function of (seed, position, token), and a draft is kept if it is that token:
+the answer is the same with any drafter, or none, and whenever another core takes the request over. `sampled` and
+`block` are the rules of the literature. They keep more of what a draft model proposes, but what they draw depends
+also on where the drafts of each step began: an answer is a function of the seed and of the course of the steps, and
+another core goes on with other tokens of the same distribution. Greedy requests are verified alike by all three.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from preload.engine.core.sampler import SampledToken, Sampler
 
 from .acceptance import count_block, count_sampled, residual_log_weights
 from .drafter import Draft
-
-VERIFICATIONS = ("coupled", "sampled", "block")
+from .options import VERIFICATIONS
 
 _FOR_ACCEPTANCE, _FOR_REPLACEMENT, _FOR_DRAFTS = range(3)
 """Purposes of derived randomness."""
