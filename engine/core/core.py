@@ -80,6 +80,13 @@ class EngineCore:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Of the model's keys and values, and of those a drafter keeps."""
+        if self.speculator is None:
+            return self.cache.num_bytes
+        return self.cache.num_bytes + self.cache.num_blocks * self.speculator.drafter.bytes_per_block
+
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """One pass: at most token_budget tokens computed. Each request that is ready for one gets a token, and with

@@ -147,7 +147,7 @@ class StepLoop:
                 done.set_exception(error)
                 return
             self._allocate_kv = None
-        done.set_result(self.core.cache.num_bytes)
+        done.set_result(self.core.kv_cache_bytes)
 
     def _handle_request(self, message: pb.CoreRequest, at_ns: int) -> None:
         if message.HasField("abort"):

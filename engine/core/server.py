@@ -149,7 +149,7 @@ class CoreService(pb_grpc.EngineCoreServicer):
 
 def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsResponse:
     """A snapshot; counters of a step under way may be half updated, which harms nothing."""
-    scheduler, counters = core.scheduler, core.counters
+    scheduler, counters, speculator = core.scheduler, core.counters, core.speculator
     return pb.StatsResponse(
         generation_id=identity.generation_id,
         pid=os.getpid(),
@@ -158,7 +158,7 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         num_kv_blocks=scheduler.pool.num_usable,
         num_free_kv_blocks=scheduler.pool.num_free,
         block_size=scheduler.pool.block_size,
-        kv_cache_bytes=core.cache.num_bytes,
+        kv_cache_bytes=core.kv_cache_bytes,
         num_steps=counters.num_steps,
         num_prompt_tokens=counters.num_prompt_tokens,
         num_output_tokens=counters.num_output_tokens,
@@ -168,6 +168,9 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         phases=timeline.to_proto(),
         weights_bytes=identity.weights_bytes,
         kernels=identity.kernels,
+        speculation=speculator.describe() if speculator else "",
+        num_drafted_tokens=speculator.acceptance.num_drafted if speculator else (),
+        num_accepted_tokens=speculator.acceptance.num_accepted if speculator else (),
     )
 
 

@@ -40,6 +40,14 @@ class _Collector(Collector):
             ("resubmissions", "Sequences handed to a core after another died", metrics.resubmissions),
         ):
             yield CounterMetricFamily(f"preload_frontend_{name}", text, value=number.value)
+        for name, text, counts in (
+            ("drafted_tokens", "Tokens guessed and verified, by position in their draft", metrics.drafted_tokens),
+            ("accepted_tokens", "Of these, those that were kept", metrics.accepted_tokens),
+        ):
+            family = CounterMetricFamily(f"preload_frontend_{name}", text, labels=["position"])
+            for position, count in sorted(counts.items()):
+                family.add_metric([str(position)], count)
+            yield family
         for name, text, number in (
             ("in_flight", "Sequences handed to the core or waiting for one", metrics.in_flight),
             ("queued", "Sequences that wait to be admitted", metrics.queued),

@@ -52,9 +52,18 @@ class Metrics:
         self.output_tokens = Number()
         self.first_token_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_s = Histogram(_INTER_TOKEN_S)
+        self.drafted_tokens: Counter[int] = Counter()
+        self.accepted_tokens: Counter[int] = Counter()
+        """Both by position in a draft, from 0."""
         self.core_restarts = Number()
         self.resubmissions = Number()
         self.core_ready = Number()
+
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        """A core has verified so many guesses of a sequence, and kept the first of them."""
+        for position in range(num_drafted):
+            self.drafted_tokens[position] += 1
+            self.accepted_tokens[position] += position < num_accepted
 
     def render(self) -> bytes:
         """The text for /metrics."""

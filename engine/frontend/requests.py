@@ -221,6 +221,7 @@ class InFlight:
             return
         if output.token_ids:
             self._count_tokens(sample, len(output.token_ids))
+        self._metrics.count_drafts(output.num_draft_tokens, output.num_accepted_tokens)
         sample.output_ids.extend(output.token_ids)
         finish = output.finish_reason
         if finish not in (pb.FINISH_REASON_NONE, *_FINISH):
