@@ -62,12 +62,12 @@ def wait_until(condition: Callable[[], T | None], what: str, deadline_s: float =
 
 
 class Child:
-    """One `preload` process with its log in a file."""
+    """One `preload` process with its log in a file, which holds nothing of an earlier one."""
 
     def __init__(self, log: Path, *words: str) -> None:
         self.log = log
         self.started_ns = time.monotonic_ns()
-        with log.open("ab") as out:
+        with log.open("wb") as out:
             self.process = subprocess.Popen(preload_command(*words), stdout=out, stderr=out, stdin=subprocess.DEVNULL)
 
     @property

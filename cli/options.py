@@ -37,6 +37,8 @@ def _add_option(parser: argparse.ArgumentParser, item: Field[Any], hint: Any, te
     common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": text + shown}
     if hint is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif item.metadata.get("repeatable"):
+        parser.add_argument(flag, action="append", type=get_args(hint)[0], metavar="X", **common)
     elif str(hint).startswith("tuple["):
         parser.add_argument(flag, nargs="+", type=get_args(hint)[0], metavar="X", **common)
     else:

@@ -56,6 +56,7 @@ class CoreConfig:
     draft_checkpoint: str = _help("path of the draft model's checkpoint", "")
     draft_generation_id: str = _help("id of the draft model's generation, instead of a path", "")
     draft_quantization: str = _help(options.HELP["draft_quantization"], "keep")
+    logits_processors: tuple[str, ...] = _help("custom logits processors, each as package.module:Class", ())
     parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
 
     def __post_init__(self) -> None:

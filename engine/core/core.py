@@ -8,7 +8,8 @@ ends. Not thread-safe: one loop calls it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,11 @@ from preload.engine.errors import RequestError
 from preload.engine.models.decoder import Decoder
 
 from .batch import PersistentBatch
+from .grammar import Grammar, GrammarCompiler
 from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
+from .logprobs import collect_prompt_logprobs
+from .processors import Processor
 from .request import FinishReason, Request, RequestOutput
 from .runner import Runner, StepInputs
 from .sampler import SampledToken, Sampler
@@ -27,6 +31,9 @@ from .scheduler import Schedule, Scheduler, SchedulingOptions
 
 if TYPE_CHECKING:
     from .speculation.speculator import Speculator
+
+_COMPILING_S = 0.01
+"""How long a step without anything else to do waits for a grammar."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +58,7 @@ class EngineCore:
         token_budget: int = 512,
         max_model_len: int,
         scheduling: SchedulingOptions | None = None,
+        processors: Mapping[str, Processor] | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -65,16 +73,18 @@ class EngineCore:
         )
         batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
         self.runner = Runner(decoder, self.cache, batch)
-        self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size)
+        self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size, processors)
+        self.grammars = GrammarCompiler(decoder.spec.vocab_size)
         self.speculator: Speculator | None = None
         self._vocab_size = decoder.spec.vocab_size
         self._requests: dict[str, Request] = {}
+        self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
         self._outputs: list[RequestOutput] = []
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or return anything."""
-        return bool(self._outputs) or self.scheduler.has_requests
+        return bool(self._outputs or self._compiling) or self.scheduler.has_requests
 
     @property
     def num_requests(self) -> int:
@@ -91,6 +101,8 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """One pass: at most token_budget tokens computed. Each request that is ready for one gets a token, and with
         it those of its drafts that prove right."""
+        if self._compiling:
+            self._take_compiled()
         outputs, self._outputs = self._outputs, []
         started_s = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -101,6 +113,9 @@ class EngineCore:
         if plan.scheduled:
             inputs = self.runner.prepare(plan)
             logits = self.runner.forward(inputs)
+            if any(item.request.needs_prompt_logits for item in plan.scheduled):
+                in_batch_order = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
+                collect_prompt_logprobs(self.runner.decoder, self.runner.hidden, in_batch_order)
             if self.speculator is None:
                 sampled = [[token] for token in self.sampler.sample(logits, inputs.sampling)]
             else:
@@ -123,17 +138,40 @@ class EngineCore:
         try:
             self._refuse_duplicate(request)
             request.validate(self._vocab_size, self.max_model_len)
+            self.sampler.validate(request.sampling)
             reason = request.finish_reason(self.max_model_len) if request.output_ids else FinishReason.NONE
             if reason is FinishReason.NONE:
-                self.scheduler.add(request)
+                self._admit(request)
         except RequestError as error:
-            self._end(request.request_id, FinishReason.ERROR, error.message)
+            self._refuse(request.request_id, error)
             return
         if reason is not FinishReason.NONE:  # the core before this one had sampled its last token
             self._end(request.request_id, reason)
             return
         self.counters.num_prompt_tokens += len(request.prompt_ids)
         self._requests[request.request_id] = request
+
+    def _admit(self, request: Request) -> None:
+        form = request.sampling.structured_output
+        if form is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[request.request_id] = request, self.grammars.compile(form)
+
+    def _take_compiled(self) -> None:
+        """Schedules those whose grammars are there. Waits a moment for one if there is nothing else to do."""
+        if not self.scheduler.has_requests and not self._outputs:
+            wait([future for _, future in self._compiling.values()], _COMPILING_S, FIRST_COMPLETED)
+            self.counters.num_steps += 1
+        for request_id, (request, future) in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[request_id]
+                try:
+                    request.grammar = future.result()
+                    self.scheduler.add(request)
+                except RequestError as error:
+                    del self._requests[request_id]
+                    self._refuse(request_id, error)
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request with FinishReason.ABORT. One that is not here has ended already: nothing happens."""
@@ -222,6 +260,7 @@ class EngineCore:
             finish_reason=reason,
             num_draft_tokens=num_drafts,
             num_accepted_tokens=len(tokens) - 1,
+            prompt_logprobs=request.take_prompt_logprobs(),
         )
 
     def _refuse_duplicate(self, request: Request) -> None:
@@ -232,10 +271,21 @@ class EngineCore:
 
     def _finish(self, request: Request) -> None:
         """Takes a request out of every table, without an output."""
-        self.scheduler.finish(request)
+        if self._compiling.pop(request.request_id, None) is None:
+            self.scheduler.finish(request)
         if self.speculator is not None:
             self.speculator.forget(request)
         del self._requests[request.request_id]
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        output = RequestOutput(
+            request_id=request_id,
+            finish_reason=FinishReason.ERROR,
+            error=error.message,
+            refused=True,
+            param=error.fields.get("param", ""),
+        )
+        self._outputs.append(output)
 
     def _end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         self._outputs.append(RequestOutput(request_id=request_id, finish_reason=reason, error=error))

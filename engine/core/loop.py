@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from preload.engine.errors import CoreError
+from preload.engine.errors import CoreError, RequestError
 from preload.engine.timeline import Timeline, now_ns
 from preload.protos import engine_core_pb2 as pb
 
 from .core import EngineCore
 from .request import FinishReason, RequestOutput
-from .wire import request_from_proto, step_to_proto
+from .wire import request_from_proto, step_to_proto, vocabulary_from_proto
 
 
 class OutputStream:
@@ -158,11 +158,19 @@ class StepLoop:
                 return
             if self._first_token_pending and self._first_arrival is None:
                 self._first_arrival = message.add.request_id, at_ns
-            self.core.add_request(request_from_proto(message.add))
+            try:
+                self.core.add_request(request_from_proto(message.add))
+            except RequestError as error:
+                self._first_arrival = None
+                self._refuse(message.add.request_id, error.message, is_wrong=True)
+        elif message.HasField("vocabulary"):
+            self.core.grammars.set_vocabulary(vocabulary_from_proto(message.vocabulary))
 
-    def _refuse(self, request_id: str, error: str) -> None:
+    def _refuse(self, request_id: str, error: str, *, is_wrong: bool = False) -> None:
         if self._stream is not None:
-            output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+            output = RequestOutput(
+                request_id=request_id, finish_reason=FinishReason.ERROR, error=error, refused=is_wrong
+            )
             self._stream.send([output])
 
     def _drained(self) -> bool:

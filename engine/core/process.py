@@ -147,11 +147,13 @@ def build_core(
     A standby gets the smallest cache there is: its memory comes with its promotion."""
     from .core import EngineCore
     from .memory import resolve_max_model_len
+    from .processors import load_processors
     from .speculation.build import extra_block_bytes, speculate
 
     with timeline.phase("build"):
         decoder = _build_decoder(config, attachment)
         draft_decoder = None if draft is None else _build_decoder(config, draft)
+        processors = load_processors(config.logits_processors, config.max_num_seqs, decoder.spec.vocab_size)
     with timeline.phase("kv_cache"):
         max_model_len = resolve_max_model_len(config.max_model_len, decoder.spec)
         extra_bytes = extra_block_bytes(config.speculate, config.block_size, decoder, draft_decoder)
@@ -162,6 +164,7 @@ def build_core(
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
             max_model_len=max_model_len,
+            processors=processors,
         )
         if config.speculate != "none":
             speculate(

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from preload.engine.errors import RequestError
 
 from .prefix import BlockContent
+from .structured import StructuredOutput
+
+if TYPE_CHECKING:
+    from .grammar import Grammar
 
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 64
 
 
 class FinishReason(enum.IntEnum):
@@ -47,6 +55,11 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: bool = False
     num_top_logprobs: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: frozenset[int] = frozenset()
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    logits_processors: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_penalties(self) -> bool:
@@ -67,6 +80,18 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise RequestError(f"logit_bias of token {token} is {bias}; it must be finite")
+        self._validate_words(vocab_size)
+
+    def _validate_words(self, vocab_size: int) -> None:
+        _check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        _check_size("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        for word in self.bad_words:
+            _check_size("a word of bad_words", len(word), MAX_BAD_WORD_TOKENS)
+            _check_ids("bad_words", word, vocab_size)
+            if not word:
+                raise RequestError("bad_words has a word without tokens")
+        if self.prompt_logprobs is not None and self.prompt_logprobs > MAX_TOP_LOGPROBS:
+            raise RequestError(f"prompt_logprobs is {self.prompt_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
 
 
 _BOUNDS = (
@@ -113,10 +138,24 @@ class Request:
     """Whose keys and values were there when the request was first admitted; None before that."""
     draft_ids: list[int] = field(default_factory=list)
     """Tokens that are guessed to come next (speculation); a step may compute some of them beside the last token."""
+    grammar: Grammar | None = None
+    """Where its output is in the form it must have; there before the request is scheduled, if it has one."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's second token and those after it, as far as they are computed and not given out."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether every token of the prompt has to be computed, so that nothing of it may come from the cache."""
+        return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs]:
+        """What is there of them, for the request's next output."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, []
+        return taken
 
     def token_ids(self) -> list[int]:
         return self.prompt_ids + self.output_ids
@@ -153,11 +192,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Natural logarithms over the vocabulary, after bias and penalties, before temperature and truncation."""
+    """Natural logarithms over the vocabulary, before temperature and truncation, after all that comes before these.
+
+    `rank` of the token, from 1, is known of the prompt's tokens only, whose logits nothing has changed."""
 
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +211,10 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     error: str = ""
+    refused: bool = False
+    """With an error: the request is wrong, and would be anywhere; `param` is the parameter, if it is a single one."""
+    param: str = ""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_draft_tokens: int = 0
     """Guesses that were verified in this step."""
     num_accepted_tokens: int = 0

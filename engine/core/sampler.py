@@ -1,22 +1,24 @@
 """Sampler: from logits to one token per row.
 
-Order: bias → penalties → bar on stop ids (logits.py) → log-probabilities → temperature → min-p → top-k → top-p →
-Gumbel-max. Owns the sampling parameters of every request row; keeps no random state (noise.py), so a row's token
+Order: bias → penalties → bars → bad words → grammar → custom processors (logits.py) → log-probabilities →
+temperature → min-p → top-k → top-p → Gumbel-max. Owns the sampling parameters of every request row; keeps no random state (noise.py), so a row's token
 depends on its logits, its parameters, its seed and its position, never on its neighbours.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .logits import LogitsProcessor
+from .logprobs import token_logprobs
 from .noise import gumbel_noise, hash_tokens, seed_to_int64
-from .request import Request, TokenLogprobs
+from .processors import Processor
+from .request import Request, SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are taken as 0: dividing by them would leave nothing but the largest logit anyway."""
@@ -37,8 +39,11 @@ class SampledToken:
 class Sampler:
     """Sampling parameters by request row, and the choice of tokens."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._processor = LogitsProcessor(max_num_seqs, vocab_size)
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, processors: Mapping[str, Processor] | None = None
+    ) -> None:
+        self._processor = LogitsProcessor(max_num_seqs, vocab_size, processors or {})
+        self._failed: dict[int, str] = {}  # by request row, of what was processed last
         self._token_hashes = hash_tokens(vocab_size)
         self._temperature = torch.zeros(max_num_seqs)
         self._min_p = torch.zeros(max_num_seqs)
@@ -46,6 +51,10 @@ class Sampler:
         self._top_p = torch.ones(max_num_seqs)
         self._seeds = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._num_logprobs = [-1] * max_num_seqs  # −1: none asked for
+
+    def validate(self, params: SamplingParams) -> None:
+        """Raises RequestError if custom processors are named that are not there, or that refuse."""
+        self._processor.custom.validate(params.logits_processors)
 
     def add(self, row: int, request: Request) -> None:
         """A request takes a row and overwrites all of its last owner's state. Its parameters are valid."""
@@ -75,9 +84,11 @@ class Sampler:
     def process(
         self, logits: Tensor, rows: Sequence[int], positions: Sequence[int], logit_rows: Sequence[int]
     ) -> None:
-        """Bias, penalties and bars, in place: of request row rows[i] to logits[logit_rows[i]], for positions[i]."""
+        """Changes that requests ask for, in place: of request row rows[i] to logits[logit_rows[i]], for positions[i].
+
+        Where one fails, `describe` says so."""
         index_of = dict(zip(rows, logit_rows, strict=True))
-        self._processor.apply(logits, index_of, dict(zip(rows, positions, strict=True)))
+        self._failed = self._processor.apply(logits, index_of, dict(zip(rows, positions, strict=True)))
 
     def choose(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[SampledToken]:
         """A token from each row of processed logits, which stay as they are; rows may name a request row twice."""
@@ -89,7 +100,7 @@ class Sampler:
         finite = logits.amax(dim=-1).isfinite().tolist()
         logprobs = self._logprobs(logits, rows, tokens)
         return [
-            SampledToken(token, logprobs.get(i)) if finite[i] else SampledToken(token, error=_NOT_FINITE)
+            SampledToken(token, logprobs.get(i), self._failed.get(rows[i], "" if finite[i] else _NOT_FINITE))
             for i, token in enumerate(tokens)
         ]
 
@@ -141,21 +152,8 @@ class Sampler:
         asking = [i for i, row in enumerate(rows) if self._num_logprobs[row] >= 0]
         if not asking:
             return {}
-        x = logits[asking]
-        total = x.logsumexp(dim=-1, keepdim=True)
-        chosen = x.gather(1, torch.tensor([[tokens[i]] for i in asking])) - total
-        most = min(max(self._num_logprobs[rows[i]] for i in asking), x.shape[1])
-        top = x.topk(most, dim=-1)
-        top_logprobs = (top.values - total).tolist()
-        result = {}
-        for j, i in enumerate(asking):
-            count = self._num_logprobs[rows[i]]
-            result[i] = TokenLogprobs(
-                logprob=float(chosen[j]),
-                top_ids=top.indices[j, :count].tolist(),
-                top_logprobs=top_logprobs[j][:count],
-            )
-        return result
+        counts = [self._num_logprobs[rows[i]] for i in asking]
+        return dict(zip(asking, token_logprobs(logits[asking], [tokens[i] for i in asking], counts), strict=True))
 
 
 _NOT_FINITE = (

@@ -294,7 +294,7 @@ class Scheduler:
 
     def _cached_blocks(self, request: Request) -> list[int]:
         """Computed blocks it begins with. At least one token is left to compute: its logits are needed."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or request.needs_prompt_logits:
             return []
         count = (request.num_tokens - 1) // self.pool.block_size
         self._know_contents(request, count)

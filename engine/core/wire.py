@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from preload.engine.errors import RequestError
 from preload.protos import engine_core_pb2 as pb
 
-from .request import FinishReason, Request, RequestOutput, SamplingParams
+from .grammar import Vocabulary
+from .request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from .structured import FormKind, StructuredOutput
 
 _FINISH_REASONS = {
     FinishReason.NONE: pb.FINISH_REASON_NONE,
@@ -18,6 +23,7 @@ _FINISH_REASONS = {
 
 
 def request_from_proto(message: pb.AddRequest) -> Request:
+    """Raises RequestError if parameters of a custom processor are no JSON."""
     return Request(
         request_id=message.request_id,
         prompt_ids=list(message.prompt_ids),
@@ -44,6 +50,33 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=frozenset(message.stop_token_ids),
         logprobs=message.logprobs,
         num_top_logprobs=message.num_top_logprobs,
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        allowed_token_ids=frozenset(message.allowed_token_ids),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        structured_output=_form_from_proto(message.structured_output),
+        logits_processors=_parameters(message.logits_processors) if message.logits_processors else {},
+    )
+
+
+def _form_from_proto(message: pb.StructuredOutput) -> StructuredOutput | None:
+    field = message.WhichOneof("form")
+    return StructuredOutput(FormKind(field), getattr(message, field)) if field else None
+
+
+def _parameters(texts: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        return {name: json.loads(text) for name, text in texts.items()}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"parameters of a logits processor are no JSON: {error}", {"param": "logits_processors"}
+        ) from error
+
+
+def vocabulary_from_proto(message: pb.Vocabulary) -> Vocabulary:
+    return Vocabulary(
+        tokens=tuple(message.tokens),
+        special_ids=frozenset(message.special_ids),
+        eos_ids=tuple(message.eos_ids),
     )
 
 
@@ -51,14 +84,20 @@ def output_to_proto(output: RequestOutput) -> pb.RequestOutput:
     return pb.RequestOutput(
         request_id=output.request_id,
         token_ids=output.token_ids,
-        logprobs=[
-            pb.TokenLogprobs(logprob=t.logprob, top_ids=t.top_ids, top_logprobs=t.top_logprobs)
-            for t in output.logprobs
-        ],
+        logprobs=[_logprobs_to_proto(token) for token in output.logprobs],
         finish_reason=_FINISH_REASONS[output.finish_reason],
         error=output.error,
+        refused=output.refused,
+        param=output.param,
+        prompt_logprobs=[_logprobs_to_proto(token) for token in output.prompt_logprobs],
         num_draft_tokens=output.num_draft_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
+    )
+
+
+def _logprobs_to_proto(token: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=token.logprob, top_ids=token.top_ids, top_logprobs=token.top_logprobs, rank=token.rank
     )
 
 

@@ -73,6 +73,11 @@ class FrontendConfig:
         default="keep", metadata={"help": options.HELP["draft_quantization"], "choices": QUANTIZATIONS}
     )
 
+    logits_processors: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "custom logits processor, as package.module:Class; may be given again", "repeatable": True},
+    )
+
     tokenizer: str = field(
         default="",
         metadata={"help": "tokenizer.json, a folder with one, or a GGUF file (empty: the checkpoint's own)"},

@@ -93,6 +93,7 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             draft_checkpoint=os.path.abspath(config.draft_model) if _names_draft(config) else "",
             draft_generation_id=config.draft_generation,
             draft_quantization=config.draft_quantization,
+            logits_processors=config.logits_processors,
             standby=standby,
             spawned_at_ns=spawned_at_ns,
             parent_pid=os.getpid(),

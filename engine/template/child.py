@@ -14,6 +14,7 @@ import os
 import random
 import select
 import signal
+import sys
 from dataclasses import dataclass
 
 from preload.protos import template_pb2 as pb
@@ -86,6 +87,9 @@ def _take_environment(core: ForkedCore) -> None:
     os.environ.clear()
     os.environb.update(entry.split(b"=", 1) for entry in core.request.environment)  # type: ignore[misc]
     os.chdir(core.request.working_directory)
+    # The template's own search path was made of the environment of whoever started it.
+    python_path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [entry for entry in python_path if entry not in sys.path]
     with contextlib.suppress(ProcessLookupError):  # its frontend is dying, and takes this process along
         os.sched_setaffinity(0, os.sched_getaffinity(core.frontend_pid))
 
