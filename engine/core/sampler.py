@@ -1,8 +1,9 @@
 """Sampler: from logits to one token per row.
 
 Order: bias → penalties → bars → bad words → grammar → custom processors (logits.py) → log-probabilities →
-temperature → min-p → top-k → top-p → Gumbel-max. Owns the sampling parameters of every request row; keeps no random state (noise.py), so a row's token
-depends on its logits, its parameters, its seed and its position, never on its neighbours.
+temperature → min-p → top-k → top-p → Gumbel-max. Owns the sampling parameters of every request row; keeps no random
+state (noise.py), so a row's token depends on its logits, its parameters, its seed and its position, never on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ class SampledToken:
 class Sampler:
     """Sampling parameters by request row, and the choice of tokens."""
 
-    def __init__(
-        self, max_num_seqs: int, vocab_size: int, processors: Mapping[str, Processor] | None = None
-    ) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, processors: Mapping[str, Processor] | None = None) -> None:
         self._processor = LogitsProcessor(max_num_seqs, vocab_size, processors or {})
         self._failed: dict[int, str] = {}  # by request row, of what was processed last
         self._token_hashes = hash_tokens(vocab_size)
