@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from preload.engine.core.config import CoreConfig
+from preload.engine.recipe import Recipe
 from preload.engine.timeline import now_ns
 from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
@@ -46,9 +47,9 @@ class CoreUnderTest:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def generate(self, prompt: list[int], **sampling: Any) -> list[int]:
+    def generate(self, prompt: list[int], output_ids: Sequence[int] = (), **sampling: Any) -> list[int]:
         params = pb.SamplingParams(**{"max_tokens": 8, **sampling})
-        request = pb.AddRequest(request_id="r", prompt_ids=prompt, sampling=params)
+        request = pb.AddRequest(request_id="r", prompt_ids=prompt, output_ids=output_ids, sampling=params)
         stream = self.stub.Generate(iter([pb.CoreRequest(add=request)]), timeout=TIMEOUT_S)
         return [t for step in stream for output in step.outputs for t in output.token_ids]
 
@@ -281,3 +282,72 @@ def test_a_standby_whose_cache_does_not_fit_says_so_when_it_is_promoted(
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "KV cache of 1000 bytes" in refused.value.details()
     assert core.process.poll() is None
+
+
+def load_draft(daemon: Any, checkpoint: Path, **recipe: Any) -> Any:
+    with daemon.control() as control:
+        *_, last = control.load(checkpoint, Recipe(**recipe), role="draft", timeout_s=TIMEOUT_S)
+    return last.loaded
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_draft_model_is_attached_beside_the_model_and_changes_no_answer(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any, wait_for: Any, standby: bool
+) -> None:
+    target, draft = daemon.load(checkpoint), load_draft(daemon, checkpoint, quantization="bf16")
+    core = start_core(
+        daemon, wait=not standby, checkpoint=str(checkpoint), speculate="draft", num_draft_tokens=3,
+        draft_checkpoint=str(checkpoint), draft_quantization="bf16", kv_cache_bytes=1 << 20, standby=standby,
+    )  # fmt: skip
+    if standby:
+        core.stub.Promote(pb.PromoteRequest(), timeout=TIMEOUT_S, wait_for_ready=True)
+    leases = {g.rank.role: [lease.pid for lease in g.leases] for g in daemon.generations()}
+    assert leases == {"target": [core.process.pid], "draft": [core.process.pid]}
+    assert target.id != draft.id
+    assert core.generate([1, 2, 3], max_tokens=30) == tiny.greedy([1, 2, 3], 30)
+    stats = core.stats()
+    assert "drafts by a model of 2 layers" in stats.speculation
+    assert len(stats.num_drafted_tokens) == 3
+    assert stats.num_drafted_tokens[0] >= stats.num_accepted_tokens[0] > 5
+    # Both storages come out of the memory that was given: 2 layers of 2 · 16 · 2 · 16 floats each.
+    assert stats.num_kv_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 2 * 16 * 4) - 1
+    assert stats.kv_cache_bytes == 1 << 20
+    core.process.send_signal(signal.SIGTERM)
+    assert core.process.wait(TIMEOUT_S) == 0
+    wait_for(lambda: not any(g.leases for g in daemon.generations()), "both leases to end")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "sampled"])
+def test_what_a_killed_core_began_is_continued_by_another_that_speculates(
+    daemon: Any, checkpoint: Path, start_core: Any, sampling: dict[str, Any]
+) -> None:
+    daemon.load(checkpoint)
+    prompt = [4, 5, 6, 7] * 4
+    plain = start_core(daemon, checkpoint=str(checkpoint)).generate(prompt, max_tokens=40, **sampling)
+    first = start_core(daemon, checkpoint=str(checkpoint), speculate="ngram")
+    request = pb.AddRequest(request_id="r", prompt_ids=prompt, sampling=pb.SamplingParams(max_tokens=40, **sampling))
+    begun: list[int] = []
+    for step in first.stub.Generate(iter([pb.CoreRequest(add=request)]), timeout=TIMEOUT_S):
+        begun += step.outputs[0].token_ids
+        if len(begun) > 5:
+            break
+    first.process.kill()
+    first.process.wait()
+    second = start_core(daemon, checkpoint=str(checkpoint), speculate="ngram")
+    assert begun + second.generate(prompt, begun, max_tokens=40, **sampling) == plain
+
+
+def test_draft_models_that_do_not_fit_are_refused_in_one_line(
+    daemon: Any, checkpoint: Path, tiny_model: Any, start_core: Any, tmp_path: Path
+) -> None:
+    tiny_model(vocab_size=50).oracle.save_pretrained(tmp_path / "other")
+    daemon.load(checkpoint)
+    load_draft(daemon, tmp_path / "other")
+    core = start_core(
+        daemon, wait=False, checkpoint=str(checkpoint), speculate="draft", draft_checkpoint=str(tmp_path / "other")
+    )
+    assert core.process.wait(TIMEOUT_S) == 3
+    assert "vocabulary of 50 tokens" in core.log.read_text()
+    core = start_core(daemon, wait=False, checkpoint=str(checkpoint), speculate="mtp")
+    assert core.process.wait(TIMEOUT_S) == 3
+    assert "no multi-token-prediction head" in core.log.read_text()

@@ -17,6 +17,7 @@ python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --beh
   max_model_len  what Stats says
   ignore_term    SIGTERM and Drain have no effect
   chatter        bytes that it says on stderr with every token
+  tokens_per_step   tokens of a request in one output, as if guesses had been kept
 """
 
 from __future__ import annotations
@@ -119,7 +120,16 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         if self.behaviour.get("chatter"):
             print("x" * self.behaviour["chatter"], file=sys.stderr, flush=True)
         output = running.step()
-        self.num_output_tokens += 1
+        for _ in range(1, self.behaviour.get("tokens_per_step", 1)):
+            output.num_draft_tokens += 1
+            if output.finish_reason:
+                continue
+            more = running.step()
+            output.num_accepted_tokens += 1
+            output.token_ids.extend(more.token_ids)
+            output.logprobs.extend(more.logprobs)
+            output.finish_reason = more.finish_reason
+        self.num_output_tokens += len(output.token_ids)
         if output.finish_reason:
             del self.running[running.add.request_id]
         return output
