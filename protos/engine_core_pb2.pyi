@@ -120,9 +120,12 @@ class AddRequest(_message.Message):
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     priority: _builtins.int
-    """lower runs first"""
+    """lower runs first, if the core was told to mind priorities"""
+    cache_salt: _builtins.str
+    """keys and values are shared only among requests with the same one"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -141,10 +144,11 @@ class AddRequest(_message.Message):
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
         priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,6 +405,7 @@ class RequestOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     error: _builtins.str
@@ -414,6 +419,8 @@ class RequestOutput(_message.Message):
     first. Those kept are among token_ids, unless the request ended before them.
     """
     num_accepted_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    """With the first token that is sampled: tokens of the sequence whose keys and values were in the cache."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -439,10 +446,11 @@ class RequestOutput(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "param", b"param", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "param", b"param", "prompt_logprobs", b"prompt_logprobs", "refused", b"refused", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,6 +606,11 @@ class StatsResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HOLDING_FIELD_NUMBER: _builtins.int
+    NUM_DEFERRED_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     pid: _builtins.int
     num_running: _builtins.int
@@ -620,6 +633,14 @@ class StatsResponse(_message.Message):
     """which versions compute, in one line for a human"""
     speculation: _builtins.str
     """how tokens are guessed, in one line for a human; "" = not at all"""
+    num_prefix_queried_tokens: _builtins.int
+    """tokens of requests when they were first admitted,"""
+    num_prefix_hit_tokens: _builtins.int
+    """and those whose keys and values were in the cache"""
+    num_holding: _builtins.int
+    """requests that wait for a row and own KV blocks"""
+    num_deferred: _builtins.int
+    """requests that the last step had a row and tokens for, and no blocks"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_weight_cache_pb2.Phase]: ...
     @_builtins.property
@@ -629,6 +650,10 @@ class StatsResponse(_message.Message):
     @_builtins.property
     def num_accepted_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """and those that were kept"""
+
+    @_builtins.property
+    def memory(self) -> Global___MemoryProfile:
+        """what the KV cache's size was decided by; none if it was given"""
 
     def __init__(
         self,
@@ -654,11 +679,52 @@ class StatsResponse(_message.Message):
         speculation: _builtins.str = ...,
         num_drafted_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_accepted_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_prefix_queried_tokens: _builtins.int = ...,
+        num_prefix_hit_tokens: _builtins.int = ...,
+        num_holding: _builtins.int = ...,
+        num_deferred: _builtins.int = ...,
+        memory: Global___MemoryProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kernels", b"kernels", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "speculation", b"speculation", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "generation_id", b"generation_id", "kernels", b"kernels", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "memory", b"memory", "num_accepted_tokens", b"num_accepted_tokens", "num_deferred", b"num_deferred", "num_drafted_tokens", b"num_drafted_tokens", "num_free_kv_blocks", b"num_free_kv_blocks", "num_holding", b"num_holding", "num_kv_blocks", b"num_kv_blocks", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prefix_hit_tokens", b"num_prefix_hit_tokens", "num_prefix_queried_tokens", b"num_prefix_queried_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "phases", b"phases", "pid", b"pid", "speculation", b"speculation", "standby", b"standby", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class MemoryProfile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    CORE_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_PEAK_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    """of the machine, or the smallest control group around the core"""
+    available_bytes: _builtins.int
+    """of them, when the core had its weights"""
+    core_bytes: _builtins.int
+    """private memory of the core without KV cache"""
+    peak_bytes: _builtins.int
+    """what a largest step takes beside that while it runs"""
+    has_peak: _builtins.bool
+    """whether that was measured: it is where memory_utilization decides"""
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+        core_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        has_peak: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "core_bytes", b"core_bytes", "has_peak", b"has_peak", "peak_bytes", b"peak_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryProfile: _TypeAlias = MemoryProfile  # noqa: Y015

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FAKES = Path(__file__).parents[1] / "fakes"
 
 
@@ -48,3 +50,5 @@ _template_side = _load_fake("template_side")
 new_template = _template_side.new_template
 template = _template_side.template
 start_template = _template_side.start_template
+
+simulate = pytest.fixture(scope="session")(lambda: _load_fake("scheduler_simulator").simulate)
