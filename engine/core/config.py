@@ -21,6 +21,13 @@ DEFAULT_MAX_MODEL_LEN = 8192
 the KV cache has to hold at least one of full length."""
 
 
+POLICIES = ("fcfs", "priority")
+_NOT_NEGATIVE = (
+    "kv_cache_bytes", "max_model_len", "max_num_active_seqs", "long_prefill_threshold", "num_threads",
+    "spawned_at_ns", "parent_pid",
+)  # fmt: skip
+
+
 def _help(text: str, default: Any) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -42,10 +49,19 @@ class CoreConfig:
     max_num_seqs: int = _help("requests that run at once", 64)
     token_budget: int = _help("tokens computed in one step, prefill and decode together", 512)
     block_size: int = _help("tokens per KV block", 16)
-    kv_cache_bytes: int = _help("memory of the KV cache; 0 = a tenth of what is available", 0)
+    kv_cache_bytes: int = _help("memory of the KV cache; 0 = as memory_utilization says", 0)
+    memory_utilization: float = _help(
+        "share of the machine's or container's memory that weights, core and KV cache may take together; "
+        "0 = the KV cache takes a tenth of what is available",
+        0.0,
+    )
     max_model_len: int = _help(
         f"longest sequence, prompt and output; 0 = the model's, at most {DEFAULT_MAX_MODEL_LEN}", 0
     )
+    prefix_caching: bool = _help("share keys and values among requests that begin alike", True)
+    scheduling_policy: str = _help("who runs first: fcfs, or priority (of requests, then arrival)", "fcfs")
+    max_num_active_seqs: int = _help("of max_num_seqs, those that may run at present; 0 = all", 0)
+    long_prefill_threshold: int = _help("tokens of one prompt in a step beside other requests; 0 = no limit", 0)
     num_threads: int = _help("threads of tensor operations; 0 = the CPUs this process may use", 0)
     attach_timeout_s: float = _help("seconds the daemon may take to answer, re-hashing of files included", 600.0)
     spawned_at_ns: int = _help("CLOCK_MONOTONIC when the parent spawned this process; 0 = not known", 0)
@@ -63,11 +79,16 @@ class CoreConfig:
         for name in ("max_num_seqs", "token_budget", "block_size"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("kv_cache_bytes", "max_model_len", "num_threads", "spawned_at_ns", "parent_pid"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative")
         has_draft_model = bool(self.draft_checkpoint or self.draft_generation_id)
         options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
+        if not 0 <= self.memory_utilization <= 1:
+            raise RequestError(f"memory_utilization is {self.memory_utilization}; it must be between 0 and 1")
+        if self.scheduling_policy not in POLICIES:
+            known = " or ".join(POLICIES)
+            raise RequestError(f"scheduling_policy is {self.scheduling_policy!r}; it must be {known}")
         if self.token_budget < self.max_num_seqs:
             raise RequestError(
                 f"token_budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}: "
@@ -101,4 +122,6 @@ class CoreConfig:
         unknown = sorted(set(value) - {f.name for f in fields(CoreConfig)})
         if unknown:
             raise RequestError(f"unknown settings of the core: {', '.join(unknown)}")
+        if "logits_processors" in value:
+            value["logits_processors"] = tuple(value["logits_processors"])
         return CoreConfig(**value)

@@ -23,6 +23,7 @@ from .grammar import Grammar, GrammarCompiler
 from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
 from .logprobs import collect_prompt_logprobs
+from .memory import MemoryProfile, is_out_of_memory
 from .processors import Processor
 from .request import FinishReason, Request, RequestOutput
 from .runner import Runner, StepInputs
@@ -63,6 +64,8 @@ class EngineCore:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.counters = Counters()
+        self.memory: MemoryProfile | None = None
+        """What the size of the KV cache was decided by, if it was not given."""
         self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
         self.scheduler = Scheduler(
             BlockPool(num_blocks, block_size),
@@ -111,19 +114,40 @@ class EngineCore:
         if self.speculator is not None:
             self.speculator.observe(plan)
         if plan.scheduled:
-            inputs = self.runner.prepare(plan)
-            logits = self.runner.forward(inputs)
-            if any(item.request.needs_prompt_logits for item in plan.scheduled):
-                in_batch_order = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
-                collect_prompt_logprobs(self.runner.decoder, self.runner.hidden, in_batch_order)
-            if self.speculator is None:
-                sampled = [[token] for token in self.sampler.sample(logits, inputs.sampling)]
-            else:
-                sampled = self.speculator.verify(logits, inputs)
+            try:
+                inputs, sampled = self._compute(plan)
+            except (MemoryError, RuntimeError) as error:
+                return [*outputs, self._give_up_largest(plan, error)]
             outputs += self._commit(plan, inputs, sampled)
             if self.speculator is not None:
                 self.speculator.propose(plan, inputs, self.runner.hidden, started_s)
         return outputs
+
+    def _compute(self, plan: Schedule) -> tuple[StepInputs, Sequence[Sequence[SampledToken]]]:
+        """The forward pass, and the tokens it yields for each request that is ready for some."""
+        inputs = self.runner.prepare(plan)
+        logits = self.runner.forward(inputs)
+        if any(item.request.needs_prompt_logits for item in plan.scheduled):
+            in_batch_order = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
+            collect_prompt_logprobs(self.runner.decoder, self.runner.hidden, in_batch_order)
+        if self.speculator is None:
+            return inputs, [[token] for token in self.sampler.sample(logits, inputs.sampling)]
+        return inputs, self.speculator.verify(logits, inputs)
+
+    def _give_up_largest(self, plan: Schedule, error: MemoryError | RuntimeError) -> RequestOutput:
+        """Ends the largest request of a step that memory did not suffice for. Nothing of it was committed, so the
+        others are computed in the next one. Any other error is raised again."""
+        if not is_out_of_memory(error):
+            raise error
+        item = max(plan.scheduled, key=lambda item: (item.num_new_tokens, item.request.num_tokens))
+        self._finish(item.request)
+        self.counters.num_steps += 1
+        return RequestOutput(
+            request_id=item.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"there was not enough memory to compute {item.num_new_tokens} tokens of a sequence of "
+            f"{item.request.num_tokens}; it was the largest of its step. Try again, or with fewer tokens",
+        )
 
     def speculate(self, speculator: Speculator) -> None:
         """From now on steps verify the drafts of `speculator`. No request may be here."""
@@ -202,6 +226,12 @@ class EngineCore:
         if self.speculator is not None:
             self.speculator.drafter.warm_up()
 
+    @torch.inference_mode()
+    def largest_steps(self) -> None:
+        """A step of token_budget tokens, and one of a token for each row at full length, on random ids."""
+        self.runner.warm_up(self.scheduler.token_budget)
+        self.runner.warm_up(self.max_num_seqs, self.max_model_len - 1)
+
     def check_invariants(self) -> None:
         """Raises InvariantError if the bookkeeping of requests, blocks and rows contradicts itself."""
         self.runner.batch.apply()
@@ -260,6 +290,7 @@ class EngineCore:
             finish_reason=reason,
             num_draft_tokens=num_drafts,
             num_accepted_tokens=len(tokens) - 1,
+            num_cached_tokens=(request.num_cached_tokens or 0) if len(request.output_ids) == num_new else 0,
             prompt_logprobs=request.take_prompt_logprobs(),
         )
 

@@ -19,6 +19,8 @@ from .core import EngineCore
 from .request import FinishReason, RequestOutput
 from .wire import request_from_proto, step_to_proto, vocabulary_from_proto
 
+_IDLE_S = 1.0
+
 
 class OutputStream:
     """The outgoing half of one Generate stream."""
@@ -117,9 +119,18 @@ class StepLoop:
     def _take_inbox(self) -> None:
         """Handles what has arrived; waits for something if there is nothing else to do."""
         if not self.core.has_work and self._drain_deadline_ns is None:
-            self._handle(self.inbox.get())
+            self._handle(self._wait())
         while not self.inbox.empty():
             self._handle(self.inbox.get())
+
+    def _wait(self) -> Event:
+        """What arrives next. A core that has had nothing to do for a while checks its bookkeeping meanwhile: whatever
+        is wrong in it ends the process while nobody depends on it."""
+        try:
+            return self.inbox.get(timeout=_IDLE_S)
+        except queue.Empty:
+            self.core.check_invariants()
+            return self.inbox.get()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -139,15 +150,19 @@ class StepLoop:
                 self._promote(done)
 
     def _promote(self, done: Future[int]) -> None:
+        try:
+            self._allocate()
+        except CoreError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(self.core.kv_cache_bytes)
+
+    def _allocate(self) -> None:
+        """A standby's KV memory; nothing happens if it has it."""
         if self._allocate_kv is not None:
-            try:
-                with self._timeline.phase("promote"):
-                    self._allocate_kv()
-            except CoreError as error:
-                done.set_exception(error)
-                return
+            with self._timeline.phase("promote"):
+                self._allocate_kv()
             self._allocate_kv = None
-        done.set_result(self.core.kv_cache_bytes)
 
     def _handle_request(self, message: pb.CoreRequest, at_ns: int) -> None:
         if message.HasField("abort"):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from .core import EngineCore
     from .loop import StepLoop
+    from .scheduler import SchedulingOptions
+    from .sizing import KVSizing
 
 EXIT_BAD_CONFIG = 2
 EXIT_NOT_SERVED = 3
@@ -79,6 +81,7 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
 
     from .loop import StepLoop
     from .server import CoreServer, CoreService, Identity
+    from .sizing import KVSizing
 
     torch.set_num_interop_threads(1)
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
@@ -95,14 +98,16 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             timeout_s=config.attach_timeout_s,
         )
         draft = _attach_draft(config) if config.speculate == "draft" else None
-    core = build_core(config, attachment, timeline, draft)
+    weights_bytes = attachment.resident_bytes + (draft.resident_bytes if draft else 0)
+    sizing = KVSizing(config, attachment.generation_id, weights_bytes)
+    core = build_core(config, attachment, timeline, sizing, draft)
     gc.freeze()  # what is there now stays: later collections need not look at it
     with timeline.phase("ready"):
         loop = StepLoop(
             core,
             timeline,
             lambda: attachment.lease.report_phases(timeline.phases),
-            (lambda: allocate_kv(config, core)) if config.standby else None,
+            (lambda: sizing.allocate(core)) if config.standby else None,
         )
         identity = Identity(
             generation_id=attachment.generation_id,
@@ -140,7 +145,7 @@ def _attach_draft(config: CoreConfig) -> Attachment:
 
 
 def build_core(
-    config: CoreConfig, attachment: Attachment, timeline: Timeline, draft: Attachment | None = None
+    config: CoreConfig, attachment: Attachment, timeline: Timeline, sizing: KVSizing, draft: Attachment | None = None
 ) -> EngineCore:
     """Decoder, KV cache and warm-up: the phases "build", "kv_cache" and "warm_up". `draft`: of the draft model.
 
@@ -148,22 +153,20 @@ def build_core(
     from .core import EngineCore
     from .memory import resolve_max_model_len
     from .processors import load_processors
-    from .speculation.build import extra_block_bytes, speculate
+    from .speculation.build import speculate
 
     with timeline.phase("build"):
         decoder = _build_decoder(config, attachment)
         draft_decoder = None if draft is None else _build_decoder(config, draft)
         processors = load_processors(config.logits_processors, config.max_num_seqs, decoder.spec.vocab_size)
-    with timeline.phase("kv_cache"):
-        max_model_len = resolve_max_model_len(config.max_model_len, decoder.spec)
-        extra_bytes = extra_block_bytes(config.speculate, config.block_size, decoder, draft_decoder)
         core = EngineCore(
             decoder,
-            num_blocks=2 if config.standby else wanted_blocks(config, decoder, max_model_len, extra_bytes),
+            num_blocks=2,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            max_model_len=max_model_len,
+            max_model_len=resolve_max_model_len(config.max_model_len, decoder.spec),
+            scheduling=_scheduling(config),
             processors=processors,
         )
         if config.speculate != "none":
@@ -174,9 +177,22 @@ def build_core(
                 verification=config.verification,
                 draft=draft_decoder,
             )
+    with timeline.phase("kv_cache"):
+        (sizing.prepare if config.standby else sizing.allocate)(core)
     with timeline.phase("warm_up"):
         core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
     return core
+
+
+def _scheduling(config: CoreConfig) -> SchedulingOptions:
+    from .scheduler import Policy, SchedulingOptions
+
+    return SchedulingOptions(
+        policy=Policy(config.scheduling_policy),
+        max_num_active_seqs=config.max_num_active_seqs,
+        long_prefill_threshold=config.long_prefill_threshold,
+        prefix_caching=config.prefix_caching,
+    )
 
 
 def _build_decoder(config: CoreConfig, attachment: Attachment) -> Decoder:
@@ -197,27 +213,6 @@ def _build_decoder(config: CoreConfig, attachment: Attachment) -> Decoder:
     dtype = getattr(torch, resolved["compute_dtype"])
     ops = choose_ops(config.runtime_dir, dtype, torch.get_num_threads())
     return Decoder(ModelSpec.from_dict(resolved["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
-
-
-def wanted_blocks(config: CoreConfig, decoder: Decoder, max_model_len: int, extra_bytes: int = 0) -> int:
-    """Blocks of the KV cache that `config` asks for, or that memory allows now. `extra_bytes`: of a drafter's own
-    storage, for each block. Raises CoreError."""
-    from .kv_cache import block_bytes
-    from .memory import num_kv_blocks
-
-    return num_kv_blocks(
-        kv_cache_bytes=config.kv_cache_bytes,
-        block_bytes=block_bytes(decoder.spec, config.block_size, decoder.dtype) + extra_bytes,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-    )
-
-
-def allocate_kv(config: CoreConfig, core: EngineCore) -> None:
-    """Gives a standby the KV cache it serves with. Raises CoreError."""
-    extra_bytes = core.speculator.drafter.bytes_per_block if core.speculator else 0
-    core.allocate_kv(wanted_blocks(config, core.runner.decoder, core.max_model_len, extra_bytes))
 
 
 def _run_or_die(loop: StepLoop) -> None:

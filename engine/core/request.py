@@ -219,3 +219,5 @@ class RequestOutput:
     """Guesses that were verified in this step."""
     num_accepted_tokens: int = 0
     """Of these, how many were right."""
+    num_cached_tokens: int = 0
+    """With the first token: those of the sequence whose keys and values were there."""

@@ -171,26 +171,27 @@ class Runner:
         self.hidden = self.decoder.forward(inputs.input_ids, inputs.positions, self.cache.layers, inputs.attention)
         return self.decoder.compute_logits(self.hidden[inputs.logits_indices])
 
-    def warm_up(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int, num_before: int = 0) -> None:
         """One step on ids drawn uniformly from the vocabulary; neither batch nor KV cache is touched.
 
-        Tokens are spread evenly over min(num_tokens, max_num_seqs) requests, the remainder one each to the last.
-        Their keys and values go nowhere (slots −1) and they read the null block, so results mean nothing, but
-        every weight and every kernel is used once. Ids vary, because value-dependent kernels would take other
-        paths on constant ones.
+        Tokens are spread evenly over min(num_tokens, max_num_seqs) requests, the remainder one each to the last, and
+        each of these has num_before tokens already. Their keys and values go nowhere (slots −1) and they read the
+        null block, so results mean nothing, but every weight and every kernel is used once. Ids vary, because
+        value-dependent kernels would take other paths on constant ones.
         """
         num_reqs = min(num_tokens, self.batch.max_num_seqs)
         lengths = torch.full((num_reqs,), num_tokens // num_reqs)
         lengths[num_reqs - num_tokens % num_reqs :] += 1
         ends = lengths.cumsum(0)
-        positions = torch.arange(num_tokens) - (ends - lengths).repeat_interleave(lengths)
+        positions = torch.arange(num_tokens) - (ends - lengths).repeat_interleave(lengths) + num_before
+        num_blocks = -(-(num_before + int(lengths[-1])) // self.batch.block_size)
         inputs = StepInputs(
             input_ids=torch.randint(self.decoder.spec.vocab_size, (num_tokens,)),
             positions=positions,
             attention=AttentionBatch(
                 query_start_loc=torch.cat((ends.new_zeros(1), ends)).int(),
-                seq_lens=lengths.int(),
-                block_table=torch.zeros(num_reqs, num_tokens, dtype=torch.int32),
+                seq_lens=(lengths + num_before).int(),
+                block_table=torch.zeros(num_reqs, num_blocks, dtype=torch.int32),
                 slot_mapping=torch.full((num_tokens,), -1),
                 num_decodes=int((lengths == 1).sum()) if int(lengths[0]) == 1 else 0,
             ),

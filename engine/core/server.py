@@ -35,6 +35,7 @@ from .loop import (
     StreamClosed,
     StreamOpened,
 )
+from .memory import MemoryProfile
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
@@ -154,6 +155,9 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         generation_id=identity.generation_id,
         pid=os.getpid(),
         num_running=len(scheduler.running),
+        num_holding=len(scheduler.kv_holding_waiting),
+        num_deferred=len(scheduler.deferred_waiting),
+        memory=_memory_to_proto(core.memory) if core.memory else None,
         num_waiting=len(scheduler.waiting),
         num_kv_blocks=scheduler.pool.num_usable,
         num_free_kv_blocks=scheduler.pool.num_free,
@@ -163,6 +167,8 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         num_prompt_tokens=counters.num_prompt_tokens,
         num_output_tokens=counters.num_output_tokens,
         num_preemptions=scheduler.num_preemptions,
+        num_prefix_queried_tokens=scheduler.prefix_counters.num_queried_tokens,
+        num_prefix_hit_tokens=scheduler.prefix_counters.num_hit_tokens,
         max_model_len=core.max_model_len,
         max_num_seqs=core.max_num_seqs,
         phases=timeline.to_proto(),
@@ -171,6 +177,16 @@ def stats(core: EngineCore, timeline: Timeline, identity: Identity) -> pb.StatsR
         speculation=speculator.describe() if speculator else "",
         num_drafted_tokens=speculator.acceptance.num_drafted if speculator else (),
         num_accepted_tokens=speculator.acceptance.num_accepted if speculator else (),
+    )
+
+
+def _memory_to_proto(memory: MemoryProfile) -> pb.MemoryProfile:
+    return pb.MemoryProfile(
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        core_bytes=memory.core_bytes,
+        peak_bytes=memory.peak_bytes or 0,
+        has_peak=memory.peak_bytes is not None,
     )
 
 

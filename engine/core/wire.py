@@ -30,6 +30,7 @@ def request_from_proto(message: pb.AddRequest) -> Request:
         output_ids=list(message.output_ids),
         sampling=sampling_from_proto(message.sampling),
         priority=message.priority,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -92,6 +93,7 @@ def output_to_proto(output: RequestOutput) -> pb.RequestOutput:
         prompt_logprobs=[_logprobs_to_proto(token) for token in output.prompt_logprobs],
         num_draft_tokens=output.num_draft_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
+        num_cached_tokens=output.num_cached_tokens,
     )
 
 

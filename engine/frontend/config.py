@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from preload.engine.core.config import POLICIES
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -54,7 +55,27 @@ class FrontendConfig:
     max_num_seqs: int = field(default=64, metadata={"help": "sequences the core decodes at once"})
     token_budget: int = field(default=512, metadata={"help": "tokens per step, prefill and decode together"})
     block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
-    kv_cache_bytes: int = field(default=0, metadata={"help": "bytes for the KV cache (0: chosen by the core)"})
+    kv_cache_bytes: int = field(default=0, metadata={"help": "bytes for the KV cache (0: by memory_utilization)"})
+    memory_utilization: float = field(
+        default=0.0,
+        metadata={
+            "help": "share of the machine's or container's memory that weights, core and KV cache may take together "
+            "(0: the KV cache takes a tenth of what is available)"
+        },
+    )
+    prefix_caching: bool = field(
+        default=True, metadata={"help": "share keys and values among requests that begin alike"}
+    )
+    scheduling_policy: str = field(
+        default="fcfs",
+        metadata={"help": "who runs first; priority minds that of requests, lower first", "choices": POLICIES},
+    )
+    max_num_active_seqs: int = field(
+        default=0, metadata={"help": "of max_num_seqs, those that may run at present (0: all)"}
+    )
+    long_prefill_threshold: int = field(
+        default=0, metadata={"help": "tokens of one prompt in a step beside other requests (0: no limit)"}
+    )
     max_model_len: int = field(
         default=0, metadata={"help": "longest prompt and answer together, in tokens (0: the model's)"}
     )
@@ -132,7 +153,8 @@ class FrontendConfig:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}")
         at_least_0 = (
-            "kv_cache_bytes", "max_model_len", "num_threads", "max_prompt_tokens", "max_queued_requests",
+            "kv_cache_bytes", "memory_utilization", "max_model_len", "max_num_active_seqs", "long_prefill_threshold",
+            "num_threads", "max_prompt_tokens", "max_queued_requests",
             "request_timeout_s", "drain_timeout_s", "standby",
         )  # fmt: skip
         for name in at_least_0:

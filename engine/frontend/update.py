@@ -13,7 +13,8 @@ from .config import FrontendConfig
 _RECIPE = ("model", "quantization", "compute_dtype", "config_overrides")
 _TEXT = ("tokenizer", "chat_template")
 _CORE = (
-    "max_num_seqs", "token_budget", "block_size", "kv_cache_bytes", "max_model_len", "num_threads", "template",
+    "max_num_seqs", "token_budget", "block_size", "kv_cache_bytes", "memory_utilization", "max_model_len",
+    "prefix_caching", "scheduling_policy", "max_num_active_seqs", "long_prefill_threshold", "num_threads", "template",
     "standby", "step_timeout_s", "core_ready_timeout_s", "speculate", "num_draft_tokens", "verification",
 )  # fmt: skip
 SETTABLE = (*_CORE, *_RECIPE, *_TEXT)

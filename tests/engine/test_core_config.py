@@ -8,13 +8,33 @@ from typing import Any
 
 import pytest
 
-from preload.engine.core import memory
 from preload.engine.core.config import CoreConfig
-from preload.engine.core.memory import available_bytes, num_kv_blocks, resolve_max_model_len
+from preload.engine.core.memory import (
+    MemoryProfile,
+    available_bytes,
+    given_kv_blocks,
+    measure_peak,
+    num_kv_blocks,
+    remembered_peak,
+    resolve_max_model_len,
+    total_bytes,
+)
 from preload.engine.errors import CoreError, RequestError
 from preload.engine.models.spec import RopeSpec
 
-SIZES = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160, "max_num_seqs": 4}
+SIZES = {"block_bytes": 1000, "block_size": 16, "max_model_len": 160}
+
+
+def profile(available: int, **changes: int) -> MemoryProfile:
+    return MemoryProfile(
+        **{
+            "total_bytes": 200_000,
+            "available_bytes": available,
+            "weights_bytes": 60_000,
+            "core_bytes": 10_000,
+            **changes,
+        }
+    )
 
 
 def test_a_configuration_survives_json_and_every_field_has_help() -> None:
@@ -32,6 +52,8 @@ def test_a_configuration_survives_json_and_every_field_has_help() -> None:
         ('{"max_num_seqs": 0}', "max_num_seqs is 0"),
         ('{"token_budget": 10}', "less than max_num_seqs"),
         ('{"kv_cache_bytes": -1}', "kv_cache_bytes is -1"),
+        ('{"memory_utilization": 1.5}', "memory_utilization is 1.5"),
+        ('{"scheduling_policy": "lifo"}', "scheduling_policy is 'lifo'; it must be fcfs or priority"),
     ],
 )
 def test_impossible_configurations_are_refused_by_name(text: str, message: str) -> None:
@@ -47,20 +69,58 @@ def test_impossible_configurations_are_refused_by_name(text: str, message: str) 
         (10_000_000, 41),  # at most all sequences of full length
     ],
 )
-def test_the_kv_cache_takes_a_share_within_its_bounds(
-    monkeypatch: pytest.MonkeyPatch, available: int, expected: int
+def test_the_kv_cache_takes_a_share_within_its_bounds(available: int, expected: int) -> None:
+    assert num_kv_blocks(profile(available), 0.0, max_num_seqs=4, **SIZES) == expected
+
+
+@pytest.mark.parametrize(
+    ("utilization", "available", "expected"),
+    [
+        (0.6, 190_000, 120_000 - 60_000 - 10_000 - 15_000),  # what weights, core and its largest step leave
+        (1.0, 90_000, 90_000 - 15_000),  # no more than there is
+    ],
+)
+def test_with_a_utilization_the_kv_cache_takes_what_is_left(
+    utilization: float, available: int, expected: int
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: available)
-    assert num_kv_blocks(kv_cache_bytes=0, **SIZES) == expected
+    taken = profile(available, peak_bytes=15_000)
+    assert taken.kv_cache_bytes(utilization) == expected
+    assert num_kv_blocks(taken, utilization, max_num_seqs=20, **SIZES) == expected // 1000
+    assert f"KV cache {expected / 2**20:,.1f} MiB" in taken.describe(expected)
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_utilization_that_leaves_nothing_is_refused_with_the_numbers() -> None:
+    with pytest.raises(CoreError, match=r"0.4 of 200000 .* weights take 60000, the core 10000 .* largest step 10000"):
+        num_kv_blocks(profile(90_000, peak_bytes=10_000), 0.4, max_num_seqs=4, **SIZES)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers() -> None:
     with pytest.raises(CoreError, match=r"10999 bytes .* 160 tokens, which needs 11000"):
-        num_kv_blocks(kv_cache_bytes=10_999, **SIZES)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10_999)
+        given_kv_blocks(10_999, **SIZES)
     with pytest.raises(CoreError, match=r"needs a KV cache of 11000 bytes, and 10999"):
-        num_kv_blocks(kv_cache_bytes=0, **SIZES)
-    assert num_kv_blocks(kv_cache_bytes=12_500, **SIZES) == 12
+        num_kv_blocks(profile(10_999), 0.0, max_num_seqs=4, **SIZES)
+    assert given_kv_blocks(12_500, **SIZES) == 12
+
+
+def test_a_peak_is_measured_in_touched_bytes_and_only_once(tmp_path: Path) -> None:
+    def work() -> None:
+        bytearray(64 << 20)
+
+    measured: list[int] = []
+
+    def measure() -> int:
+        measured.append(measure_peak(work))
+        return measured[-1]
+
+    peak = remembered_peak(tmp_path / "profiles", {"code": "a"}, measure)
+    assert peak >= 64 << 20
+    assert remembered_peak(tmp_path / "profiles", {"code": "a"}, measure) == peak
+    remembered_peak(tmp_path / "profiles", {"code": "b"}, measure)
+    assert len(measured) == 2
+    for kept in (tmp_path / "profiles").glob("*.json"):
+        kept.write_text("{")
+    remembered_peak(tmp_path / "profiles", {"code": "a"}, measure)
+    assert len(measured) == 3
 
 
 def test_a_control_group_limits_what_is_available(tmp_path: Path) -> None:
@@ -69,12 +129,12 @@ def test_a_control_group_limits_what_is_available(tmp_path: Path) -> None:
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
     (proc / "self" / "cgroup").write_text("0::/pod/app\n")
     (root / "pod" / "app").mkdir(parents=True)
-    assert available_bytes(proc, root) == 8000 * 1024
+    assert (total_bytes(proc, root), available_bytes(proc, root)) == (9000 * 1024, 8000 * 1024)
     (root / "pod" / "app" / "memory.max").write_text("max\n")
     (root / "pod" / "memory.max").write_text("5000000\n")
     (root / "pod" / "memory.current").write_text("3000000\n")
     (root / "pod" / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
-    assert available_bytes(proc, root) == 2_400_000
+    assert (total_bytes(proc, root), available_bytes(proc, root)) == (5_000_000, 2_400_000)
 
 
 def test_the_model_length_is_the_models_unless_asked_and_never_more(tiny: Any) -> None:

@@ -139,19 +139,19 @@ FAILPOINTS: dict[str, Failpoint] = {
         core.begun                   before  process:main
         core.importing               before  process:run
         core.built                   before  core:EngineCore.__init__
-        core.kv_allocated            after   core:EngineCore.__init__
+        core.kv_allocated            after   sizing:KVSizing.allocate
         core.warmed_up               after   core:EngineCore.warm_up
         core.unserving               before  server:CoreServer.serve
         core.serving                 after   server:CoreServer.serve
         core.stream_opened           after   server:CoreService.Generate
         core.stepping                before  core:EngineCore.step
-        core.committing              after   core:EngineCore._commit_token
+        core.committing              after   core:EngineCore._append
         core.stepped                 after   core:EngineCore.step
         core.sent                    after   loop:OutputStream.send
         core.draining                after   server:CoreService.drain
         promotion.asked              before  server:CoreService.Promote
-        promotion.allocating         before  core:EngineCore.allocate_kv
-        promotion.allocated          after   core:EngineCore.allocate_kv
+        promotion.allocating         before  loop:StepLoop._allocate
+        promotion.allocated          after   loop:StepLoop._allocate
         promotion.done               after   server:CoreService.Promote
     """),
     "core.attached": Failpoint("core", "preload.engine.client.attach:attach", "after"),

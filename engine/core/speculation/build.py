@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from preload.engine.core.core import EngineCore
-from preload.engine.core.kv_cache import block_bytes
 from preload.engine.errors import CoreError
 from preload.engine.models.decoder import Decoder
 
@@ -55,15 +52,6 @@ def check_vocabularies(target: Decoder, draft: Decoder) -> None:
             f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}; a draft model needs "
             "the same vocabulary: choose another one"
         )
-
-
-def extra_block_bytes(method: str, block_size: int, target: Decoder, draft: Decoder | None) -> int:
-    """What a drafter's own storage takes for each KV block of the model's."""
-    if method == "draft" and draft is not None:
-        return block_bytes(draft.spec, block_size, draft.dtype)
-    if method == "mtp":
-        return block_bytes(replace(target.spec, num_layers=1), block_size, target.dtype)
-    return 0
 
 
 def _drafter(core: EngineCore, method: str, count: int, verifier: Verifier, draft: Decoder | None) -> Drafter:
