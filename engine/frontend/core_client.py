@@ -7,7 +7,8 @@ decided elsewhere; a session is used once and never reconnects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +18,8 @@ from preload.protos import engine_core_pb2_grpc as pb_grpc
 
 from .errors import StartError
 
+T = TypeVar("T")
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -24,6 +27,10 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+class CoreCallError(Exception):
+    """Raised when a call to a core came to nothing: it is gone, too busy to answer, or refuses; the message says."""
 
 
 class CoreSession:
@@ -72,20 +79,36 @@ class CoreSession:
         return "the core ended the stream"
 
     async def stats(self, timeout_s: float | None) -> pb.StatsResponse:
-        """Raises AioRpcError when the core does not answer in time. Without a limit, waits for the connection too."""
-        return await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s, wait_for_ready=timeout_s is None)
+        """Raises CoreCallError. Without a limit, waits for the connection too."""
+        return await _answer(
+            lambda: self._stub.Stats(pb.StatsRequest(), timeout=timeout_s, wait_for_ready=timeout_s is None)
+        )
 
     async def promote(self, timeout_s: float) -> int:
-        """Makes a standby serve; returns the bytes of its KV cache. Raises AioRpcError."""
-        answer = await self._stub.Promote(pb.PromoteRequest(), timeout=timeout_s)
+        """Makes a standby serve; returns the bytes of its KV cache. Raises CoreCallError."""
+        answer = await _answer(lambda: self._stub.Promote(pb.PromoteRequest(), timeout=timeout_s))
         return answer.kv_cache_bytes
 
     async def drain(self, deadline_s: float) -> None:
-        """Asks the core to finish and exit; one that is gone already has done so."""
-        try:
-            await self._stub.Drain(pb.DrainRequest(deadline_ms=int(deadline_s * 1000)), timeout=1.0)
-        except grpc.aio.AioRpcError:
-            return
+        """Asks the core to finish and exit. Raises CoreCallError."""
+        request = pb.DrainRequest(deadline_ms=int(deadline_s * 1000))
+        await _answer(lambda: self._stub.Drain(request, timeout=1.0))
 
     async def close(self) -> None:
         await self._channel.close(None)
+
+
+async def _answer(call: Callable[[], Awaitable[T]]) -> T:
+    """Raises CoreCallError, also for a channel that others closed before the call or under it: gRPC shows the one as
+    wrong use and the other as a cancellation, which must not be taken for one of the caller's task."""
+    try:
+        return await call()
+    except grpc.aio.AioRpcError as error:
+        raise CoreCallError(error.details() or error.code().name) from error
+    except grpc.aio.UsageError as error:
+        raise CoreCallError("its channel is closed") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise CoreCallError("its channel was closed") from error

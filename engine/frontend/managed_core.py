@@ -7,16 +7,15 @@ always `bury`. Which requests it works on is InFlight's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc.aio
-
 from preload.engine.timeline import Phase, now_ns
 from preload.protos import engine_core_pb2 as pb
 
-from .core_client import CoreSession
+from .core_client import CoreCallError, CoreSession
 from .core_process import CoreCommand, CoreLife, CoreProcess
 from .errors import StartError
 from .watchdog import watch
@@ -93,9 +92,9 @@ class ManagedCore:
                 await self._take_stats(session, None)
             else:
                 await session.wait_serving()
-        except grpc.aio.AioRpcError as error:
+        except CoreCallError as error:
             await session.close()
-            raise StartError(f"the standby hung up before it was warm: {error.details()}") from error
+            raise StartError(f"the standby hung up before it was warm: {error}") from error
         except BaseException:
             await session.close()
             raise
@@ -110,8 +109,8 @@ class ManagedCore:
         """Makes an open standby serve. Raises StartError."""
         try:
             await self.session.promote(_PROMOTE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise StartError(f"the standby could not be promoted: {error.details()}") from error
+        except CoreCallError as error:
+            raise StartError(f"the standby could not be promoted: {error}") from error
         self.standby = False
         self._note_ready()
 
@@ -149,15 +148,8 @@ class ManagedCore:
     async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> None:
         """Asks for counters and phases; keeps the old ones of a core that is busy or dying."""
         if self._session is not None:
-            try:
+            with contextlib.suppress(CoreCallError):
                 await self._take_stats(self._session, timeout_s)
-            except grpc.aio.AioRpcError:
-                return
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                return  # it is gone: its channel was closed under the call, which gRPC shows in this way
 
     async def _take_stats(self, session: CoreSession, timeout_s: float | None) -> None:
         self.stats = await session.stats(timeout_s)
@@ -166,7 +158,8 @@ class ManagedCore:
     async def drain(self, grace_s: float) -> None:
         """Lets it finish and exit by itself, asks it to, and kills it, each after `grace_s`."""
         if self._session is not None:
-            await self._session.drain(grace_s)
+            with contextlib.suppress(CoreCallError):  # one that is gone has drained already
+                await self._session.drain(grace_s)
             await self.process.wait_exit_for(grace_s)
         await self.process.stop(grace_s)
 

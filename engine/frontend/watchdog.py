@@ -10,9 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import grpc.aio
-
-from .core_client import CoreSession
+from .core_client import CoreCallError, CoreSession
 
 _MAX_INTERVAL_S = 2.0
 _LATE_S = 1.0
@@ -32,7 +30,7 @@ async def watch(session: CoreSession, has_work: Callable[[], bool], timeout_s: f
             last_sign = time.monotonic()  # it was this process that stood still
         try:
             stats = await session.stats(interval_s)
-        except grpc.aio.AioRpcError:
+        except CoreCallError:
             answered = False
         else:
             answered = True
