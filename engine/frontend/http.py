@@ -94,27 +94,32 @@ class Answer(Response):
 class EventStream(Response):
     """A response of server-sent events, ended by `data: [DONE]`.
 
-    A refusal before the first event is an ordinary response; a later one is sent as an event.
+    A refusal before the first event is an ordinary response; a later one is sent as an event. A client that hangs up
+    in the middle of the stream has had its status: that is an end as good as any.
     """
 
     def __init__(self, events: Callable[[], AsyncGenerator[dict[str, Any], None]]) -> None:
         super().__init__()
         self._events = events
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._run(send))
+        try:
+            await until_disconnect(receive, self._run(send))
+        except ClientGoneError:
+            if not self._started:
+                raise
 
     async def _run(self, send: Send) -> None:
         events = self._events()
-        started = False
         try:
             async for event in events:
-                if not started:
+                if not self._started:
                     await send(_STREAM_START)
-                    started = True
+                    self._started = True
                 await send(_event(to_json(event)))
         except ApiError as error:
-            if not started:
+            if not self._started:
                 raise
             await send(_event(to_json(error.body())))
         finally:

@@ -55,6 +55,8 @@ def test_a_client_that_hangs_up_aborts_its_request_in_the_core(
     wait_for(aborts.exists, "the core to be told")
     assert aborts.read_text() == event["id"].removeprefix("cmpl-") + "-0\n"
     assert frontend.metric("preload_frontend_in_flight") == 0
+    assert frontend.stop() == 0
+    assert "Traceback" not in frontend.log, "clients hang up every day: no fault of the server's"
 
 
 def test_a_client_that_hangs_up_before_its_whole_answer_aborts_it_too(
