@@ -95,9 +95,9 @@ def _check_schema(text: str) -> None:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormError(f"the JSON schema is not valid JSON: {error}") from error
-    if not isinstance(value, dict | bool):
-        raise FormError("a JSON schema is an object, or a boolean")
-    if isinstance(value, dict) and "x-guidance" in value:
+    if not isinstance(value, dict):
+        raise FormError("a JSON schema is an object")
+    if "x-guidance" in value:
         raise FormError("a JSON schema must not have the key 'x-guidance' here")
 
 

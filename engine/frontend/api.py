@@ -8,13 +8,15 @@ supported are refused.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import MAX_SEQUENCES_PER_REQUEST
+from .constraints import Constraints, parse_constraints
 from .errors import BadRequestError
 from .fields import Fields, token_ids, wrong_type
 from .messages import parse_messages
+from .tools import Tools, parse_tools
 from .unsupported import CHAT_REFUSALS, COMPLETION_REFUSALS, refuse, unsupported
 
 MAX_STOP_STRINGS = 4
@@ -51,15 +53,19 @@ class GenerationOptions:
     min_tokens: int
     logprobs: bool
     num_top_logprobs: int
+    prompt_logprobs: int | None
+    """Of the prompt's tokens, and this many of the most likely ones in their place."""
+    constraints: Constraints
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """POST /v1/completions."""
+    """POST /v1/completions. `prompt_logprobs`: those in a field of their own, beside what `echo` shows."""
 
     options: GenerationOptions
     prompts: tuple[Prompt, ...]
     echo: bool
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class ChatRequest:
     messages: tuple[dict[str, Any], ...]
     add_generation_prompt: bool
     template_arguments: dict[str, Any]
+    tools: Tools
 
 
 def parse_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
@@ -80,19 +87,18 @@ def parse_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
         raise wrong_type("logprobs", "an integer", wanted)
     num_top = fields.integer("logprobs", 0, 0, MAX_TOP_LOGPROBS)
     default = 16
+    echo = fields.flag("echo")
     options = _options(
         fields,
         vocab_size,
         max_tokens=fields.integer("max_tokens", default, 1, MAX_TOKENS),
         logprobs=wanted is not None,
         num_top_logprobs=num_top,
+        echoed_logprobs=num_top if echo and wanted is not None else None,
     )
     best_of = fields.integer("best_of", options.n, 1, MAX_SEQUENCES_PER_REQUEST)
     if best_of != options.n:
         raise unsupported("best_of", "must equal 'n'")
-    echo = fields.flag("echo")
-    if echo and options.logprobs:
-        raise unsupported("echo", "cannot be combined with 'logprobs'")
     prompts = _prompts(fields.get("prompt"), vocab_size)
     if len(prompts) * options.n > MAX_SEQUENCES_PER_REQUEST:
         raise BadRequestError(
@@ -100,7 +106,7 @@ def parse_completion(fields: Fields, vocab_size: int) -> CompletionRequest:
             param="prompt",
             code="out_of_range",
         )
-    return CompletionRequest(options=options, prompts=prompts, echo=echo)
+    return CompletionRequest(options=options, prompts=prompts, echo=echo, prompt_logprobs=_prompt_logprobs(fields))
 
 
 def parse_chat(fields: Fields, vocab_size: int) -> ChatRequest:
@@ -121,18 +127,42 @@ def parse_chat(fields: Fields, vocab_size: int) -> ChatRequest:
         logprobs=logprobs,
         num_top_logprobs=num_top,
     )
+    tools = _tools(fields, options)
+    if tools.form is not None:
+        options = replace(options, constraints=replace(options.constraints, form=tools.form))
     return ChatRequest(
         options=options,
         messages=parse_messages(fields.get("messages")),
         add_generation_prompt=fields.flag("add_generation_prompt", default=True),
         template_arguments=fields.object("chat_template_kwargs"),
+        tools=tools,
     )
 
 
+def _tools(fields: Fields, options: GenerationOptions) -> Tools:
+    tools = parse_tools(fields)
+    if tools.form is not None and options.constraints.form is not None:
+        raise BadRequestError(
+            f"'{options.constraints.form.param}' cannot be combined with tools that may be called",
+            param=options.constraints.form.param,
+            code="invalid_value",
+        )
+    return tools
+
+
 def _options(
-    fields: Fields, vocab_size: int, *, max_tokens: int | None, logprobs: bool, num_top_logprobs: int
+    fields: Fields,
+    vocab_size: int,
+    *,
+    max_tokens: int | None,
+    logprobs: bool,
+    num_top_logprobs: int,
+    echoed_logprobs: int | None = None,
 ) -> GenerationOptions:
     stream = fields.flag("stream")
+    prompt_logprobs = _prompt_logprobs(fields)
+    if stream and prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "cannot be combined with 'stream'")
     stream_options = fields.object("stream_options")
     if stream_options and not stream:
         raise BadRequestError(
@@ -172,7 +202,16 @@ def _options(
         min_tokens=min_tokens,
         logprobs=logprobs,
         num_top_logprobs=num_top_logprobs,
+        prompt_logprobs=max((n for n in (prompt_logprobs, echoed_logprobs) if n is not None), default=None),
+        constraints=parse_constraints(fields, vocab_size),
     )
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    value = fields.get("prompt_logprobs")
+    if value is None or value is False:
+        return None
+    return fields.integer("prompt_logprobs", 0, 0, MAX_TOP_LOGPROBS)
 
 
 def _seed(fields: Fields) -> int:

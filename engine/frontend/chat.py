@@ -16,8 +16,10 @@ from .deployment import Deployment
 from .errors import BadRequestError
 from .fields import parse_object
 from .http import Answer, EventStream, read_body
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
 from .service import Generation, Service
+from .tool_calls import ToolCallScanner
+from .tools import ToolChoice
 
 
 async def chat_completions(request: Request) -> Response:
@@ -51,6 +53,7 @@ class Chat:
             self._asked.messages,
             add_generation_prompt=self._asked.add_generation_prompt,
             arguments=self._asked.template_arguments,
+            tools=self._asked.tools.definitions,
         )
         # Templates write the special tokens themselves.
         prompts = [await deployment.tokenizer.encode_async(text, add_special=False)]
@@ -72,21 +75,33 @@ class Chat:
             async for delta in generation.deltas():
                 texts[delta.index].append(delta.text)
                 entries[delta.index].extend(delta.entries)
-        choices = [
-            {
-                "index": choice.index,
-                "message": {
-                    "role": "assistant",
-                    "content": "".join(texts[choice.index]),
-                    "refusal": None,
-                },
-                "logprobs": self._logprobs(generation, entries[choice.index]),
-                "finish_reason": choice.finish_reason,
-            }
-            for choice in generation.choices
-        ]
-        head = self._head(generation, "chat.completion")
-        return {**head, "choices": choices, "usage": generation.usage()}
+        choices = []
+        for choice in generation.choices:
+            message, finish_reason = self._message("".join(texts[choice.index]), choice.finish_reason)
+            logprobs = self._logprobs(generation, entries[choice.index])
+            choices.append(
+                {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+            )
+        answer = {**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()}
+        num_top = self._asked.options.prompt_logprobs
+        if num_top is not None:
+            known = generation.choices[0].prompt_logprobs
+            tokenizer = generation.deployment.tokenizer
+            answer["prompt_logprobs"] = prompt_logprobs(tokenizer, generation.prompts[0], known, num_top)
+        return answer
+
+    def _message(self, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
+        """The message of a whole answer, and why it ended."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._asked.tools.choice is ToolChoice.NONE:
+            return message, finish_reason
+        scanner = ToolCallScanner(self._asked.tools)
+        content = scanner.add(text)[0] + scanner.finish()
+        if scanner.calls:
+            message["tool_calls"] = [call.to_json() for call in scanner.calls]
+            content = content if content.strip() else ""
+        message["content"] = content or None
+        return message, scanner.finish_reason(finish_reason)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed response."""
@@ -99,11 +114,21 @@ class Chat:
         head = self._head(generation, "chat.completion.chunk")
         if self._asked.options.include_usage:
             head["usage"] = None
+        scanners = None
+        if self._asked.tools.choice is not ToolChoice.NONE:
+            scanners = [ToolCallScanner(self._asked.tools) for _ in generation.choices]
+        is_open = False
         async with generation:
-            for choice in generation.choices:
-                opening = {"role": "assistant", "content": ""}
-                yield {**head, "choices": [_chunk(choice.index, opening, None, None)]}
             async for delta in generation.deltas():
+                if not is_open:  # not before: what the core refuses is an error response
+                    is_open = True
+                    for choice in generation.choices:
+                        opening = {"role": "assistant", "content": ""}
+                        yield {**head, "choices": [_chunk(choice.index, opening, None, None)]}
+                if scanners is not None:
+                    for chunk in self._tool_chunks(generation, delta, scanners[delta.index]):
+                        yield {**head, "choices": [chunk]}
+                    continue
                 for chunk in self._chunks(generation, delta):
                     yield {**head, "choices": [chunk]}
         if self._asked.options.include_usage:
@@ -116,6 +141,21 @@ class Chat:
             chunks.append(_chunk(delta.index, {"content": delta.text}, logprobs, None))
         if delta.finish_reason:
             chunks.append(_chunk(delta.index, {}, None, delta.finish_reason))
+        return chunks
+
+    def _tool_chunks(self, generation: Generation, delta: Delta, scanner: ToolCallScanner) -> list[dict[str, Any]]:
+        content, calls = scanner.add(delta.text)
+        if delta.finish_reason:
+            content += scanner.finish()
+        news: dict[str, Any] = {
+            **({"content": content} if content else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+        chunks = []
+        if news or delta.entries:
+            chunks.append(_chunk(delta.index, news, self._logprobs(generation, delta.entries), None))
+        if delta.finish_reason:
+            chunks.append(_chunk(delta.index, {}, None, scanner.finish_reason(delta.finish_reason)))
         return chunks
 
     def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
@@ -134,6 +174,6 @@ class Chat:
 
 
 def _chunk(
-    index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, finish_reason: str | None
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish_reason: str | None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

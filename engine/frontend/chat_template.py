@@ -48,9 +48,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt text. Raises BadRequestError with the template's own words when it refuses the messages."""
+        """The prompt text. What the template makes of `tools` is its own affair.
+
+        Raises BadRequestError with the template's own words when it refuses the messages."""
         variables = {
+            "tools": [dict(tool) for tool in tools] or None,
             **self._special_tokens,
             **(arguments or {}),
             "messages": [dict(message) for message in messages],

@@ -21,10 +21,12 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenEntry:
-    """A token with its log-probabilities. `start` and `end` count characters of the choice's text."""
+    """A token with its log-probabilities. `start` and `end` count characters of the choice's text.
+
+    The first token of a prompt has no log-probabilities: nothing comes before it."""
 
     token_id: int
-    logprobs: pb.TokenLogprobs
+    logprobs: pb.TokenLogprobs | None
     start: int
     end: int
 
@@ -46,6 +48,8 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self.prompt_logprobs: list[pb.TokenLogprobs] = []
+        """Of the prompt's second token and those after it, when asked for; there with the first delta."""
         self._min_tokens = min_tokens
         self._detokenizer = Detokenizer(tokenizer)
         self._scanner = StopScanner(stop)
@@ -56,6 +60,7 @@ class Choice:
     def add(self, event: SampleEvent) -> Delta:
         """The news of `event` as text. When it ends with a stop string, `finish_reason` is set though the core's
         is not: the caller then aborts the sample."""
+        self.prompt_logprobs.extend(event.prompt_logprobs)
         pieces = []
         last = len(event.token_ids) - 1
         for i, token_id in enumerate(event.token_ids):

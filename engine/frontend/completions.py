@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .api import CompletionRequest, parse_completion
-from .choices import TokenEntry
+from .choices import Choice, TokenEntry
 from .deployment import Deployment
 from .fields import parse_object
 from .http import Answer, EventStream, read_body
-from .logprobs import completion_logprobs
+from .logprobs import completion_logprobs, prompt_entries, prompt_logprobs
 from .service import Generation, Service
 from .tokenizer import Tokenizer
 
@@ -71,11 +72,18 @@ class Completion:
         async with generation:
             async for delta in generation.deltas():
                 texts[delta.index].append(delta.text)
-                entries[delta.index].extend(delta.entries)
+                entries[delta.index].extend(self._shifted(delta.entries, echoes[delta.index]))
         choices = [
-            self._choice(
-                generation, choice.index, "".join(texts[choice.index]), entries[choice.index], choice.finish_reason
-            )
+            {
+                **self._choice(
+                    generation,
+                    choice.index,
+                    "".join(texts[choice.index]),
+                    [*self._echoed(generation, choice.index), *entries[choice.index]],
+                    choice.finish_reason,
+                ),
+                **self._prompt_logprobs(generation, choice),
+            }
             for choice in generation.choices
         ]
         return {**self._head(generation), "choices": choices, "usage": generation.usage()}
@@ -92,16 +100,43 @@ class Completion:
         head = self._head(generation)
         if options.include_usage:
             head["usage"] = None
+        to_echo = set(range(len(echoes))) if self._asked.echo else set()
         async with generation:
-            if self._asked.echo:
-                for index, echo in enumerate(echoes):
-                    yield {**head, "choices": [self._choice(generation, index, echo, (), None)]}
             async for delta in generation.deltas():
+                if delta.index in to_echo:
+                    to_echo.remove(delta.index)
+                    echoed = self._echoed(generation, delta.index)
+                    yield {
+                        **head,
+                        "choices": [self._choice(generation, delta.index, echoes[delta.index], echoed, None)],
+                    }
                 if delta.text or delta.entries or delta.finish_reason:
-                    choice = self._choice(generation, delta.index, delta.text, delta.entries, delta.finish_reason)
+                    entries = self._shifted(delta.entries, echoes[delta.index])
+                    choice = self._choice(generation, delta.index, delta.text, entries, delta.finish_reason)
                     yield {**head, "choices": [choice]}
         if options.include_usage:
             yield {**head, "choices": [], "usage": generation.usage()}
+
+    def _echoed(self, generation: Generation, index: int) -> list[TokenEntry]:
+        """What is shown of the prompt's log-probabilities as part of the text."""
+        if not (self._asked.echo and self._asked.options.logprobs):
+            return []
+        prompt_ids = generation.prompt_of(index)
+        return prompt_entries(generation.deployment.tokenizer, prompt_ids, generation.choices[index].prompt_logprobs)
+
+    @staticmethod
+    def _shifted(entries: Sequence[TokenEntry], echo: str) -> Sequence[TokenEntry]:
+        """Entries of what comes after the echo, with their places in the whole text."""
+        if not (echo and entries):
+            return entries
+        return [replace(entry, start=entry.start + len(echo), end=entry.end + len(echo)) for entry in entries]
+
+    def _prompt_logprobs(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        num_top = self._asked.prompt_logprobs
+        if num_top is None:
+            return {}
+        prompt_ids, tokenizer = generation.prompt_of(choice.index), generation.deployment.tokenizer
+        return {"prompt_logprobs": prompt_logprobs(tokenizer, prompt_ids, choice.prompt_logprobs, num_top)}
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {

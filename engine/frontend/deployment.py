@@ -11,18 +11,26 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+from preload.engine.core.structured import FormError, check
 
 from .api import GenerationOptions
+from .bad_words import bad_word_ids
 from .chat_template import ChatTemplate
 from .config import FrontendConfig
+from .constraints import Form
 from .core_process import CoreProcess
 from .errors import BadRequestError, OverloadedError
 from .requests import InFlight
 from .sampling import SamplingParams
 from .supervisor import Supervisor
 from .tokenizer import Tokenizer
+from .vocabulary import Vocabulary
 
 _POLL_S = 0.25
+_check = lru_cache(maxsize=64)(check)
+"""Clients ask for the same few forms again and again; refusals are not kept."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,9 +46,11 @@ class Deployment:
     successor: Deployment | None = None
     num_users: int = 0
     unused: asyncio.Event = field(default_factory=asyncio.Event)
+    vocabulary: Vocabulary = field(init=False)
 
     def __post_init__(self) -> None:
         self.unused.set()
+        self.vocabulary = Vocabulary(self.tokenizer)
 
     def start(self, first: CoreProcess | None = None) -> asyncio.Task[None]:
         """Starts supervision, with a core that has been started already or with another."""
@@ -117,10 +127,24 @@ class Deployment:
                 param="max_tokens" if longest < min(limit, max_prompt + 1) else "prompt",
                 code="context_length_exceeded",
             )
+        if options.constraints.form is not None:
+            await self._check_form(options.constraints.form)
         return self._sampling(options, wanted or limit - longest)
 
+    async def _check_form(self, form: Form) -> None:
+        """Raises BadRequestError naming what is wrong with it. The vocabulary is there afterwards."""
+        try:
+            await asyncio.to_thread(_check, form.output)
+        except FormError as error:
+            raise BadRequestError(
+                f"'{form.param}' cannot be used: {error.message}", param=form.param, code="invalid_form"
+            ) from error
+        await self.vocabulary.make()
+
     def _sampling(self, options: GenerationOptions, max_tokens: int) -> SamplingParams:
-        eos_ids = () if options.ignore_eos else self.tokenizer.eos_ids
+        constraints = options.constraints
+        # What has come to the end of its form can go on with nothing but the end of the sequence.
+        eos_ids = () if options.ignore_eos and constraints.form is None else self.tokenizer.eos_ids
         if options.min_tokens > max_tokens:
             raise BadRequestError(
                 f"'min_tokens' is {options.min_tokens}; there is room for {max_tokens}",
@@ -142,4 +166,9 @@ class Deployment:
             stop_token_ids=tuple(dict.fromkeys((*eos_ids, *options.stop_token_ids))),
             logprobs=options.logprobs,
             num_top_logprobs=options.num_top_logprobs,
+            bad_words=bad_word_ids(self.tokenizer, constraints.bad_words),
+            allowed_token_ids=constraints.allowed_token_ids,
+            prompt_logprobs=options.prompt_logprobs,
+            structured_output=constraints.form.output if constraints.form else None,
+            logits_processors=constraints.logits_processors,
         )

@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from preload.protos import engine_core_pb2 as pb
+
 from .choices import TokenEntry
+from .detokenizer import Detokenizer
 from .tokenizer import Tokenizer
 
 _LOWEST = -9999.0
@@ -20,6 +23,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry], num_top: 
     """`logprobs` of a chat choice."""
     content = []
     for entry in entries:
+        assert entry.logprobs is not None, "a chat shows no tokens of its prompt"
         top = [_chat_token(tokenizer, token_id, value) for token_id, value in _top(entry, num_top)]
         own = _chat_token(tokenizer, entry.token_id, entry.logprobs.logprob)
         content.append({**own, "top_logprobs": top})
@@ -28,18 +32,51 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry], num_top: 
 
 def completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenEntry], num_top: int) -> dict[str, Any]:
     """`logprobs` of a completion choice; the sampled token is among its `top_logprobs`."""
-    tops: list[dict[str, float]] | None = [] if num_top else None
+    tops: list[dict[str, float] | None] | None = [] if num_top else None
     for entry in entries:
-        if tops is not None:
+        if tops is not None and entry.logprobs is None:
+            tops.append(None)
+        elif tops is not None and entry.logprobs is not None:
             top = {token_text(tokenizer, token_id): value for token_id, value in _top(entry, num_top)}
             top.setdefault(token_text(tokenizer, entry.token_id), _finite(entry.logprobs.logprob))
             tops.append(top)
     return {
         "text_offset": [entry.start for entry in entries],
-        "token_logprobs": [_finite(entry.logprobs.logprob) for entry in entries],
+        "token_logprobs": [entry.logprobs and _finite(entry.logprobs.logprob) for entry in entries],
         "tokens": [token_text(tokenizer, entry.token_id) for entry in entries],
         "top_logprobs": tops,
     }
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
+) -> list[TokenEntry]:
+    """The tokens of a prompt as entries of a text that begins with it. `logprobs`: of all but the first."""
+    detokenizer, position = Detokenizer(tokenizer), 0
+    entries = []
+    for index, token_id in enumerate(prompt_ids):
+        start, position = position, position + len(detokenizer.add(token_id))
+        known = logprobs[index - 1] if index else None
+        entries.append(TokenEntry(token_id, known, start, position))
+    return entries
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt, by id, the most likely ones and itself."""
+    positions: list[dict[str, Any] | None] = [None]
+    for token_id, known in zip(prompt_ids[1:], logprobs, strict=True):
+        ranked = dict(enumerate(zip(known.top_ids[:num_top], known.top_logprobs[:num_top], strict=True), 1))
+        here = {top_id: (value, rank) for rank, (top_id, value) in ranked.items()}
+        here.setdefault(token_id, (known.logprob, known.rank))
+        positions.append(
+            {
+                str(i): {"logprob": _finite(value), "rank": rank, "decoded_token": token_text(tokenizer, i)}
+                for i, (value, rank) in here.items()
+            }
+        )
+    return positions
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -57,6 +94,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
 
 
 def _top(entry: TokenEntry, num_top: int) -> Iterator[tuple[int, float]]:
+    assert entry.logprobs is not None
     pairs = zip(entry.logprobs.top_ids[:num_top], entry.logprobs.top_logprobs[:num_top], strict=True)
     return ((token_id, _finite(value)) for token_id, value in pairs)
 

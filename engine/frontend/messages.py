@@ -1,18 +1,20 @@
-"""The messages of a chat: roles and plain text content, validated.
+"""The messages of a chat: roles, plain text content and calls of tools, validated.
 
 Content given as an array of text parts becomes one string. The role "developer" is passed on as "system", which is
-what templates know. Calls of tools and anything that is not text are refused.
+what templates know. The arguments of calls become objects, as templates want them. Anything that is not text is
+refused.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from .errors import BadRequestError
 from .fields import wrong_type
 from .unsupported import unsupported
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def parse_messages(value: Any) -> tuple[dict[str, Any], ...]:
@@ -34,14 +36,52 @@ def _message(param: str, value: Any) -> dict[str, Any]:
         raise BadRequestError(
             f"'{param}.role' must be one of {', '.join(_ROLES)}", param=f"{param}.role", code="invalid_value"
         )
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if value.get(name):
             raise unsupported(f"{param}.{name}", "is not supported")
-    message = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(f"{param}.content", value.get("content"))
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls = value.get("tool_calls") or None
+    if calls is not None:
+        message["tool_calls"] = _tool_calls(f"{param}.tool_calls", role, calls)
+    if calls is None or value.get("content") is not None:
+        message["content"] = _content(f"{param}.content", value.get("content"))
+    else:
+        message["content"] = ""
+    if role == "tool":
+        if not isinstance(value.get("tool_call_id"), str):
+            raise wrong_type(f"{param}.tool_call_id", "a string", value.get("tool_call_id"))
+        message["tool_call_id"] = value["tool_call_id"]
     if isinstance(value.get("name"), str):
         message["name"] = value["name"]
     return message
+
+
+def _tool_calls(param: str, role: str, value: Any) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise BadRequestError(f"'{param}' belongs to messages of the assistant", param=param, code="invalid_value")
+    if not isinstance(value, list):
+        raise wrong_type(param, "an array of tool calls", value)
+    return [_tool_call(f"{param}[{index}]", call) for index, call in enumerate(value)]
+
+
+def _tool_call(param: str, value: Any) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong_type(f"{param}.function", "an object with a name", function)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise BadRequestError(
+                f"'{param}.function.arguments' is not valid JSON: {error}",
+                param=f"{param}.function.arguments",
+                code="invalid_value",
+            ) from error
+    call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if isinstance(value.get("id"), str):
+        call["id"] = value["id"]
+    return call
 
 
 def _content(param: str, value: Any) -> str:

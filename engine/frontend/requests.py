@@ -27,7 +27,7 @@ from typing import Protocol
 
 from preload.protos import engine_core_pb2 as pb
 
-from .errors import ApiError, CoreFailedError
+from .errors import ApiError, BadRequestError, CoreFailedError
 from .metrics import Metrics
 from .sampling import SamplingParams
 
@@ -50,6 +50,7 @@ class SampleEvent:
     logprobs: Sequence[pb.TokenLogprobs] = ()
     finish_reason: str | None = None
     error: ApiError | None = None
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,6 +63,8 @@ class Sample:
     sampling: SamplingParams
     events: asyncio.Queue[SampleEvent]
     output_ids: list[int] = field(default_factory=list)
+    vocabulary: pb.Vocabulary | None = None
+    """What the core has to know before it gets this sample."""
     home: InFlight | None = None
     """Where it is in flight; None before that and when it has ended."""
     with_core: bool = False
@@ -73,14 +76,15 @@ class Sample:
     last_token_at: float | None = None
 
     def to_proto(self) -> pb.CoreRequest:
-        return pb.CoreRequest(
-            add=pb.AddRequest(
-                request_id=self.request_id,
-                prompt_ids=self.prompt_ids,
-                output_ids=self.output_ids,
-                sampling=self.sampling.to_proto(),
-            )
+        add = pb.AddRequest(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            sampling=self.sampling.to_proto(),
         )
+        if self.output_ids:  # the first of them brought these along
+            add.sampling.ClearField("prompt_logprobs")
+        return pb.CoreRequest(add=add)
 
     def note_death(self) -> None:
         self.with_core = False
@@ -107,6 +111,8 @@ class InFlight:
         self._metrics = metrics
         self._samples: dict[str, Sample] = {}
         self._session: Session | None = None
+        self._vocabulary: pb.Vocabulary | None = None
+        """What the session's core was told."""
         self._trial: set[Sample] = set()
         """The only ones that may be with the core; empty: everybody may."""
         self._closed: ApiError | None = None
@@ -160,7 +166,7 @@ class InFlight:
 
     def attach(self, session: Session) -> None:
         """A core is ready: it gets every sample in flight, or those whose turn it is to be tried."""
-        self._session = session
+        self._session, self._vocabulary = session, None
         self._start_next()
 
     def _start_next(self) -> None:
@@ -180,6 +186,9 @@ class InFlight:
         if sample.was_submitted:
             self._metrics.resubmissions.inc()
         sample.was_submitted = sample.with_core = True
+        if sample.vocabulary is not None and sample.vocabulary is not self._vocabulary:
+            self._vocabulary = sample.vocabulary
+            session.send(pb.CoreRequest(vocabulary=sample.vocabulary))
         session.send(sample.to_proto())
 
     def _end_trial_of(self, sample: Sample) -> None:
@@ -233,7 +242,13 @@ class InFlight:
             sample.clear_if_advanced()
             if not sample.num_deaths:
                 self._end_trial_of(sample)
-        event = SampleEvent(sample.index, output.token_ids, output.logprobs, _FINISH.get(finish))
+        event = SampleEvent(
+            sample.index,
+            output.token_ids,
+            output.logprobs,
+            _FINISH.get(finish),
+            prompt_logprobs=output.prompt_logprobs,
+        )
         sample.events.put_nowait(event)
 
     def _count_tokens(self, sample: Sample, count: int) -> None:
@@ -257,6 +272,8 @@ def _died_repeatedly(sample: Sample) -> CoreFailedError:
     )
 
 
-def _core_error(output: pb.RequestOutput) -> CoreFailedError:
+def _core_error(output: pb.RequestOutput) -> ApiError:
+    if output.refused:
+        return BadRequestError(output.error, param=output.param or None, code="invalid_value")
     reason = output.error or f"it ended with {pb.FinishReason.Name(output.finish_reason)}"
     return CoreFailedError(f"the engine core failed this request: {reason}", code="core_error")

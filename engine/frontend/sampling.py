@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from preload.engine.core.structured import StructuredOutput
 from preload.protos import engine_core_pb2 as pb
 
 _MASK = (1 << 64) - 1
@@ -31,6 +32,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     num_top_logprobs: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    logits_processors: dict[str, str] = field(default_factory=dict)
 
     def for_sample(self, index: int) -> SamplingParams:
         """The parameters of the index-th parallel sample; the first one keeps the seed."""
@@ -52,7 +58,16 @@ class SamplingParams:
             stop_token_ids=self.stop_token_ids,
             logprobs=self.logprobs,
             num_top_logprobs=self.num_top_logprobs,
+            bad_words=[pb.TokenSequence(ids=ids) for ids in self.bad_words],
+            allowed_token_ids=self.allowed_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            structured_output=_form_to_proto(self.structured_output),
+            logits_processors=self.logits_processors,
         )
+
+
+def _form_to_proto(form: StructuredOutput | None) -> pb.StructuredOutput | None:
+    return pb.StructuredOutput(**{form.kind.value: form.text}) if form else None
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -155,6 +155,7 @@ class Generation:
                     prompt_ids=self.prompts[index // n],
                     sampling=self.sampling.for_sample(index % n),
                     events=self._events,
+                    vocabulary=self.deployment.vocabulary.message if self.sampling.structured_output else None,
                 )
             )
 
@@ -183,6 +184,10 @@ class Generation:
         for sample in self._samples:
             sample.abort()
         self.service.admission.release(len(self._samples))
+
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """The prompt of a choice."""
+        return self.prompts[index // self.options.n]
 
     def _timed_out(self) -> TimeoutApiError:
         limit_s = self.service.config.request_timeout_s

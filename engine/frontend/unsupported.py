@@ -15,22 +15,20 @@ Refusal = tuple[str, tuple[Any, ...]]
 """Name of a field, and the values beside null that ask for nothing."""
 
 _COMMON: tuple[Refusal, ...] = (
-    ("response_format", ({"type": "text"},)),
-    ("structured_outputs", ({},)),
-    ("guided_json", ()),
-    ("guided_regex", ()),
-    ("guided_choice", ()),
-    ("guided_grammar", ()),
     ("use_beam_search", (False,)),
-    ("logits_processors", ([],)),
-    ("bad_words", ([],)),
-    ("allowed_token_ids", ()),
-    ("prompt_logprobs", (0, False)),
     ("truncate_prompt_tokens", ()),
     ("include_stop_str_in_output", (False,)),
     ("skip_special_tokens", (True,)),
     ("return_token_ids", (False,)),
 )
+
+RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
+"""Former names of fields, and what they are called now, here as in vLLM."""
 
 COMPLETION_REFUSALS: tuple[Refusal, ...] = (
     *_COMMON,
@@ -40,9 +38,7 @@ COMPLETION_REFUSALS: tuple[Refusal, ...] = (
 
 CHAT_REFUSALS: tuple[Refusal, ...] = (
     *_COMMON,
-    ("tools", ([],)),
     ("functions", ([],)),
-    ("tool_choice", ("none", "auto")),
     ("function_call", ("none", "auto")),
     ("modalities", ([], ["text"])),
     ("audio", ()),
@@ -56,6 +52,9 @@ CHAT_REFUSALS: tuple[Refusal, ...] = (
 
 def refuse(fields: Fields, refusals: Iterable[Refusal]) -> None:
     """Raises BadRequestError naming the first field that asks for something unsupported."""
+    for name, present in RENAMED.items():
+        if fields.get(name) is not None:
+            raise unsupported(name, f"has another name now: {present}")
     for name, harmless in refusals:
         value = fields.get(name)
         if value is not None and not any(value == ok and type(value) is type(ok) for ok in harmless):

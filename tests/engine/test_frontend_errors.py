@@ -14,6 +14,7 @@ import pytest
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -43,7 +44,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "n": "1"}, "n"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "a", "logprobs": 100}, "logprobs"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -76,7 +76,34 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "seed": 1.5}, "seed"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}},
+        "response_format",
+    ),
+    ({"prompt": "a", "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"prompt": "a", "structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar"),
+    ({"prompt": "a", "structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"prompt": "a", "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"prompt": "a", "structured_outputs": {"choice": ["x", ""]}}, "structured_outputs.choice"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"prompt": "a", "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    (
+        {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
+    ({"prompt": "a", "guided_json": {}}, "guided_json"),
+    ({"prompt": "a", "bad_words": "x"}, "bad_words"),
+    ({"prompt": "a", "bad_words": [" "]}, "bad_words"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": "a", "allowed_token_ids": [99999999]}, "allowed_token_ids"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "a", "logits_processors": ["x"]}, "logits_processors"),
+    ({"prompt": "a", "logits_processors": {"missing": {}}}, "logits_processors"),
+    ({"prompt": "a", "logits_processors": {"missing": {}}, "stream": True}, "logits_processors"),
     ({"prompt": "a", "model": 5}, "model"),
 ]
 
@@ -86,15 +113,46 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "hi", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"messages": [*USER, {"role": "user"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": USER, "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"messages": USER, "tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (
+        {
+            "messages": USER,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+        },
+        "tools[0].function.parameters",
+    ),
+    (
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+        "tools",
+    ),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    (
+        {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+    ),
+    ({"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    (
+        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format",
+    ),
+    ({"messages": USER, "logits_processors": {"missing": {}}}, "logits_processors"),
     ({"messages": USER, "modalities": ["audio"]}, "modalities"),
     ({"messages": USER, "audio": {"voice": "x"}}, "audio"),
     ({"messages": USER, "chat_template": "x"}, "chat_template"),

@@ -2,7 +2,9 @@
 
 The token at output position i is prompt[i % len(prompt)], shifted by the seed when the temperature is not 0: a
 function of the request alone, so that another process continues a request as this one would have. The most likely
-tokens it reports are the sampled id, then 0, 1, 2, …
+tokens it reports are the sampled id, then 0, 1, 2, …; the token at position i of the prompt has −i. It takes a
+structured output only with a vocabulary that spells the prompt's ids, and ignores it; it knows one custom logits
+processor, "known".
 
 python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --behaviour JSON, where JSON may hold
   step_s         seconds between steps
@@ -72,8 +74,33 @@ class Running:
             values = [own - rank for rank in range(len(top))]
             logprobs = [pb.TokenLogprobs(logprob=own, top_ids=top, top_logprobs=values)]
         return pb.RequestOutput(
-            request_id=self.add.request_id, token_ids=[token], logprobs=logprobs, finish_reason=finish
+            request_id=self.add.request_id,
+            token_ids=[token],
+            logprobs=logprobs,
+            finish_reason=finish,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[pb.TokenLogprobs]:
+        if not self.add.sampling.HasField("prompt_logprobs"):
+            return []
+        self.add.sampling.ClearField("prompt_logprobs")
+        ids = self.add.prompt_ids
+        return [
+            pb.TokenLogprobs(logprob=-i, top_ids=[7, ids[i]], top_logprobs=[-0.5, -i], rank=2)
+            for i in range(1, len(ids))
+        ]
+
+    def refusal(self, vocabulary: pb.Vocabulary | None) -> tuple[str, str]:
+        """Why the request cannot be taken, and the parameter that is wrong."""
+        sampling = self.add.sampling
+        for name in sampling.logits_processors:
+            if name != "known":
+                return f"there is no logits processor {name!r} here", "logits_processors"
+        spelled = vocabulary is not None and all(vocabulary.tokens[i] for i in self.add.prompt_ids)
+        if sampling.HasField("structured_output") and not spelled:
+            return "no vocabulary for it", "structured_outputs"
+        return "", ""
 
 
 class FakeCore(pb_grpc.EngineCoreServicer):
@@ -86,6 +113,7 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         self.num_output_tokens = 0
         self.num_steps = 0
         self.standby = standby
+        self.vocabulary: pb.Vocabulary | None = None
 
     async def Generate(self, request_iterator, context):  # noqa: N802
         if self.standby:
@@ -119,6 +147,16 @@ class FakeCore(pb_grpc.EngineCoreServicer):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.behaviour.get("chatter"):
             print("x" * self.behaviour["chatter"], file=sys.stderr, flush=True)
+        error, param = running.refusal(self.vocabulary)
+        if error:
+            del self.running[running.add.request_id]
+            return pb.RequestOutput(
+                request_id=running.add.request_id,
+                finish_reason=pb.FINISH_REASON_ERROR,
+                error=error,
+                refused=True,
+                param=param,
+            )
         output = running.step()
         for _ in range(1, self.behaviour.get("tokens_per_step", 1)):
             output.num_draft_tokens += 1
@@ -138,6 +176,8 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         async for request in requests:
             if request.WhichOneof("request") == "add":
                 self.running[request.add.request_id] = Running(request.add)
+            elif request.WhichOneof("request") == "vocabulary":
+                self.vocabulary = request.vocabulary
             elif self.running.pop(request.abort.request_id, None) is not None and "abort_log" in self.behaviour:
                 with open(self.behaviour["abort_log"], "a") as log:
                     log.write(request.abort.request_id + "\n")
