@@ -75,7 +75,8 @@ async def _prompts_of_2000(generator: LoadGenerator, prompts: Prompts, seed: str
 
 async def _shared_prefix(generator: LoadGenerator, prompts: Prompts, seed: str) -> Figures:
     """Two prefixes of 1,500 tokens; four prompts go on from each, one after another. The first is the miss."""
-    misses, hits = [], []
+    misses: list[float] = []
+    hits: list[float] = []
     for number in range(2):
         prefix = prompts.text(_PREFIX_TOKENS, f"{seed} prefix {number}")
         total = _PREFIX_TOKENS + _SUFFIX_TOKENS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -61,16 +62,14 @@ class LoadGenerator:
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> LoadGenerator:
-        import httpx
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        limits = httpx.Limits(max_connections=1024, max_keepalive_connections=1024)
-        timeout = httpx.Timeout(self._timeout_s)
         self._client: AsyncOpenAI = AsyncOpenAI(
             base_url=self._base_url,
             api_key="none",
             max_retries=0,
-            http_client=httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False),
+            timeout=self._timeout_s,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),
         )
         return self
 
@@ -133,6 +132,14 @@ class LoadGenerator:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(later(*pair)) for pair in zip(requests, arrivals_s, strict=True)]
         return [task.result() for task in tasks]
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """What a broken connection raises besides the client's own errors: its HTTP library's, whichever that is."""
+    from openai import OpenAIError
+
+    loaded = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return (OpenAIError, *(library.HTTPError for library in loaded))
 
 
 def _check(request: Request, answer: Answer) -> None:

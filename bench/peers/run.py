@@ -28,7 +28,7 @@ from preload.cli.bench import demo_checkpoint
 from preload.engine.errors import PreloadError
 
 from . import limits, report, setup
-from .load_generator import LoadGenerator
+from .load_generator import LoadGenerator, transport_errors
 from .picture import picture
 from .prompts import Prompts
 from .servers import LlamaCpp, Preload, Target, Vllm
@@ -186,17 +186,10 @@ async def _measure(
                         await warm_up(generator, prompts, f"{seed} {workload.name}")
                     found = await workload.measure(generator, prompts, f"{seed} {workload.name}")
                 figures[workload.name] = rounded(found)
-            except _failures() as error:
+            except (BenchError, TimeoutError, OSError, ExceptionGroup, *transport_errors()) as error:
                 figures[workload.name] = {"failed": _reason(error)}
             tell(f"{name}, {workload.title}: {figures[workload.name]}")
     return figures
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    from httpx import HTTPError
-    from openai import OpenAIError
-
-    return (BenchError, TimeoutError, OpenAIError, HTTPError, OSError, ExceptionGroup)
 
 
 def _reason(error: BaseException) -> str:

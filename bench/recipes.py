@@ -1,0 +1,148 @@
+"""What each recipe costs in quality: perplexity on the shipped prose, and the error of its last logits.
+
+The measure is float32: weights dequantized, computed by plain torch. Every recipe is loaded by the daemon's own
+loader and computed from the mapped weights, with the kernels that a core would choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from preload.engine.client import attach
+from preload.engine.client.attach import Attachment
+from preload.engine.frontend.tokenizer_files import load_tokenizer
+from preload.engine.recipe import QUANTIZATIONS, Recipe
+
+from .peers.prompts import PROSE
+from .processes import BenchError, PrivateDaemon, tell
+from .statistics import machine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from preload.engine.layers.ops import Ops
+    from preload.engine.models.decoder import Decoder
+
+NUM_TOKENS = 4096
+_CHUNK = 512
+_BLOCK_SIZE = 16
+RECIPES = (*((name, "float32") for name in QUANTIZATIONS), ("keep", "bfloat16"), ("bf16", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """`relative_error`: of the logits after the last token, by norm, against float32's."""
+
+    quantization: str
+    compute_dtype: str
+    kernels: str
+    resident_bytes: int
+    perplexity: float
+    relative_error: float
+
+
+def run(checkpoint: str, num_tokens: int = NUM_TOKENS, num_threads: int = 2) -> dict[str, Any]:
+    """`float32_perplexity`, and one entry for every recipe in `recipes`."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    ids = load_tokenizer(checkpoint).encode(PROSE.read_text(), add_special=True)[:num_tokens]
+    if len(ids) < num_tokens:
+        raise BenchError(f"the text has {len(ids)} tokens, not {num_tokens}")
+    with PrivateDaemon() as daemon, torch.inference_mode():
+        tell("float32 by plain torch")
+        with _attached(daemon, checkpoint, "f32", "float32") as attachment:
+            perplexity, reference = _read(_decoder(attachment, None), ids)
+        recipes = []
+        for quantization, compute_dtype in RECIPES:
+            tell(f"{quantization}, computed in {compute_dtype}")
+            with _attached(daemon, checkpoint, quantization, compute_dtype) as attachment:
+                ops = _ops(daemon, compute_dtype, num_threads)
+                decoder = _decoder(attachment, ops)
+                found, last = _read(decoder, ids)
+                recipes.append(
+                    Quality(
+                        quantization=quantization,
+                        compute_dtype=compute_dtype,
+                        kernels=decoder.kernels,
+                        resident_bytes=attachment.resident_bytes,
+                        perplexity=found,
+                        relative_error=float((last - reference).norm() / reference.norm()),
+                    )
+                )
+                del decoder
+    return {
+        "machine": machine(),
+        "checkpoint": checkpoint.rsplit("/", 1)[-1],
+        "num_tokens": num_tokens,
+        "float32_perplexity": perplexity,
+        "recipes": [asdict(quality) for quality in recipes],
+    }
+
+
+def _attached(daemon: PrivateDaemon, checkpoint: str, quantization: str, compute_dtype: str) -> Attachment:
+    recipe = Recipe(quantization=quantization, compute_dtype=compute_dtype)
+    with daemon.control() as control:
+        for _ in control.load(checkpoint, recipe):
+            pass
+    return attach(checkpoint, recipe=recipe, runtime_dir=daemon.runtime_dir)
+
+
+def _ops(daemon: PrivateDaemon, compute_dtype: str, num_threads: int) -> Ops:
+    import torch
+
+    from preload.engine.core.kernels import choose_ops
+
+    return choose_ops(daemon.runtime_dir, getattr(torch, compute_dtype), num_threads)
+
+
+def _decoder(attachment: Attachment, ops: Ops | None) -> Decoder:
+    """`ops` None is plain torch."""
+    import torch
+
+    from preload.engine.models.decoder import Decoder
+    from preload.engine.models.spec import ModelSpec
+
+    found = attachment.resolved_recipe
+    dtype = getattr(torch, found["compute_dtype"])
+    return Decoder(ModelSpec.from_dict(found["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
+
+
+def _read(decoder: Decoder, ids: list[int]) -> tuple[float, Tensor]:
+    """Perplexity of every token but the first, and the logits after the last: float32[vocab_size]."""
+    import torch
+
+    total, last = 0.0, torch.empty(0)
+    for start, logits in _logits(decoder, ids):
+        targets = torch.tensor(ids[start + 1 : start + 1 + len(logits)])
+        predicted = logits[: len(targets)].log_softmax(dim=1)
+        total -= float(predicted.gather(1, targets[:, None]).double().sum())
+        last = logits[-1].clone()
+    return math.exp(total / (len(ids) - 1)), last
+
+
+def _logits(decoder: Decoder, ids: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """The text as one sequence in chunks: each chunk's first position, and float32[num_tokens, vocab_size]."""
+    import torch
+
+    from preload.engine.core.kv_cache import KVCache
+    from preload.engine.kernels.attention import AttentionBatch
+
+    num_blocks = -(-len(ids) // _BLOCK_SIZE) + 1
+    cache = KVCache(decoder.spec, num_blocks, _BLOCK_SIZE, decoder.dtype)
+    table = torch.arange(1, num_blocks, dtype=torch.int32)[None]
+    for start in range(0, len(ids), _CHUNK):
+        end = min(start + _CHUNK, len(ids))
+        positions = torch.arange(start, end)
+        batch = AttentionBatch(
+            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=positions + _BLOCK_SIZE,  # block 0 is the null block
+            num_decodes=0,
+        )
+        hidden = decoder.forward(torch.tensor(ids[start:end]), positions, cache.layers, batch)
+        yield start, decoder.compute_logits(hidden)
