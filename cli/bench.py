@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import os
 from typing import Any
 
 from preload.engine.errors import CheckpointNotFoundError, CoreError
@@ -18,6 +18,7 @@ _ABOUT = {
     "daemon": "Starts a keeper and a daemon of its own, with the real model in memory, or kills the one you name.",
     "recipes": "Starts a daemon of its own, with the real model in memory in every form.",
     "speculation": "Starts a daemon of its own, and servers with the real model that speculate and that do not.",
+    "steps": "Runs a core with a stand-in for the model in this process, with up to 256 requests of 8,192 tokens.",
     "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
 }
 """Sparse files: none of this takes room on disk."""
@@ -39,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
     speculation = commands.add_parser("speculation", help="tokens per second with drafts and without, equal answers")
+    steps = commands.add_parser("steps", help="what a step costs beside the forward pass, by requests and context")
+    steps.description = _ABOUT["steps"]
+    add_json(steps)
     for command in (attach, restart, memory, daemon, recipes, speculation, chaos):
         command.description = _ABOUT[command.prog.split()[-1]]
         command.add_argument(
@@ -58,7 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.what == "steps":
+        return _run_steps(arguments.json)
     checkpoint = arguments.checkpoint or demo_checkpoint()
+    if not os.path.exists(checkpoint):
+        raise CheckpointNotFoundError(f"{checkpoint}: no such file or folder")
     if arguments.what == "attach":
         from preload.bench.attach import run as measure_attach
 
@@ -88,9 +96,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
         result = measure_restart(checkpoint, arguments.n)
         if arguments.svg:
-            from .timeline import picture
+            from .timeline import write_picture
 
-            Path(arguments.svg).write_text(picture(_tracks(result)))
+            write_picture(arguments.svg, _tracks(result))
     if arguments.json:
         print(json.dumps(result))
     elif arguments.what == "attach":
@@ -108,6 +116,25 @@ def _run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{name}: {value}" for name, value in result.items() if name != "machine"))
     else:
         _print_restart(result)
+    return 0
+
+
+def _run_steps(as_json: bool) -> int:
+    from preload.bench.step_overhead import PHASES
+    from preload.bench.step_overhead import run as measure_steps
+
+    from .render import table
+
+    result = measure_steps()
+    if as_json:
+        print(json.dumps(result))
+        return 0
+    columns = ["overhead_ms", *(f"{phase}_ms" for phase in PHASES if phase != "forward")]
+    rows = [
+        [str(step["num_requests"]), str(step["context"]), *(f"{step[name]:.3f}" for name in columns)]
+        for step in result["steps"]
+    ]
+    print(table(("requests", "context", *(name.replace("_", " ") for name in columns)), rows))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,10 @@ def generation_dict(generation: pb.Generation) -> dict[str, Any]:
         "age_s": generation.age_ms / 1000,
         "checkpoints": list(generation.checkpoint_paths),
         "checkpoint_digest": generation.checkpoint_digest,
+        "model": generation.recipe.model,
         "quantization": generation.recipe.quantization,
         "compute_dtype": generation.recipe.compute_dtype,
+        "config_overrides": json.loads(generation.recipe.config_overrides or "{}"),
         "device": generation.device,
         "resident_bytes": generation.resident_bytes,
         "num_segments": generation.num_segments,
@@ -70,11 +73,17 @@ def generation_dict(generation: pb.Generation) -> dict[str, Any]:
     }
 
 
+def recipe_text(recipe: dict[str, Any]) -> str:
+    """What tells one generation of a checkpoint from another: "keep/float32 raw rope_theta=5"."""
+    model = [] if recipe["model"] in ("", "auto") else [recipe["model"]]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in recipe["config_overrides"].items()]
+    return " ".join([f"{recipe['quantization']}/{recipe['compute_dtype']}", *model, *overrides])
+
+
 HEADER = ("generation", "state", "for", "recipe", "bytes", "tensors", "leases", "checkpoint")
 
 
 def generation_row(generation: pb.Generation) -> tuple[str, ...]:
-    recipe = generation.recipe
     state = state_name(generation)
     if generation.HasField("progress") and generation.progress.total_bytes:
         state += f" {generation.progress.done_bytes / generation.progress.total_bytes:.0%}"
@@ -82,7 +91,7 @@ def generation_row(generation: pb.Generation) -> tuple[str, ...]:
         name_of(generation),
         state,
         duration(generation.age_ms / 1000),
-        f"{recipe.quantization}/{recipe.compute_dtype}",
+        recipe_text(generation_dict(generation)),
         size(generation.resident_bytes),
         str(generation.num_tensors),
         str(len(generation.leases)),

@@ -29,6 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s preload-keeper %(levelname)s %(message)s")
     runtime_dir = runtime_folder.prepare(arguments.runtime_dir or runtime_folder.default_runtime_dir())
+    if any(word.partition("=")[0] == "--runtime-dir" for word in arguments.daemon_options):
+        from preload.engine.errors import RequestError
+
+        raise RequestError("the daemon has the keeper's --runtime-dir: name it before the --")
     options = arguments.daemon_options[1:] if arguments.daemon_options[:1] == ["--"] else arguments.daemon_options
     command = [sys.executable, "-P", "-m", "preload.cli.main", "daemon", "--runtime-dir", str(runtime_dir), *options]
     return Keeper(runtime_dir, command, arguments.watchdog_s, arguments.stop_timeout_s).run()

@@ -42,6 +42,8 @@ def app(argv: list[str] | None = None) -> int:
         print(version("preload-llm"))
         return 0
     if name not in COMMANDS:
+        if "--json" in words:
+            print(_wrong_words(f"unknown command {name!r}"))
         print(f"preload: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     module = import_module(f"preload.cli.{name.replace('-', '_')}")
@@ -61,8 +63,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if self.asked_for_json:
-            print(json.dumps({"error": {"reason": "BAD_REQUEST", "message": message, "exit_code": 2}}))
+            print(_wrong_words(message))
         super().error(message)
+
+
+def _wrong_words(message: str) -> str:
+    return json.dumps({"error": {"reason": "BAD_REQUEST", "message": message, "exit_code": 2}})
 
 
 def _run(run: object, arguments: argparse.Namespace) -> int:

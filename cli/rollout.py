@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from preload.engine.errors import CoreError, PreloadError, RequestError, from_proto
-from preload.protos import weight_cache_pb2 as pb
+from preload.engine import errors
+from preload.engine.errors import CoreError, PreloadError, RequestError
 
 from .options import add_json, add_runtime_dir, name
 
@@ -114,6 +114,6 @@ def ask(path: str, request: dict[str, Any], timeout_s: float | None) -> Iterator
 
 
 def _error(step: dict[str, Any]) -> PreloadError:
-    if step["kind"] == CoreError.__name__:
-        return CoreError(step["error"])
-    return from_proto(pb.ErrorInfo(reason=step["reason"], message=step["error"]))
+    """The frontend's error as if it had been raised here; a type that only frontends know is one of a core."""
+    kind = getattr(errors, step["kind"], CoreError)
+    return kind(step["error"]) if issubclass(kind, PreloadError) else CoreError(step["error"])

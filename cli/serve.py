@@ -32,9 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = Timeline()
     timeline.add("exec", process_start_ns())
     config = FrontendConfig(**given(arguments, FrontendConfig))
-    with timeline.phase("load"):
-        config = with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)
-    return serve(config, timeline=timeline)
+
+    def prepare(config: FrontendConfig) -> FrontendConfig:
+        return with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)
+
+    return serve(config, timeline=timeline, prepare=prepare)
 
 
 def with_generations(config: FrontendConfig, *, load: bool, wait_s: float) -> FrontendConfig:

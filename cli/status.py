@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from .options import add_daemon, add_json, control_of
@@ -21,9 +20,9 @@ def run(arguments: argparse.Namespace) -> int:
     with control_of(arguments) as control:
         status = _status_dict(control.list())
     if arguments.svg:
-        from .timeline import picture
+        from .timeline import write_picture
 
-        Path(arguments.svg).write_text(picture(_tracks(status)))
+        write_picture(arguments.svg, _tracks(status))
     if arguments.json:
         print(json.dumps(status))
     else:
@@ -55,6 +54,7 @@ def _status_dict(answer: Any) -> dict[str, Any]:
 
 
 def _print(status: dict[str, Any], timeline: bool) -> None:
+    from .generations import recipe_text
     from .render import size, table
     from .timeline import phase_table
 
@@ -70,9 +70,9 @@ def _print(status: dict[str, Any], timeline: bool) -> None:
     if status["missing_models"]:
         print("not ready: " + ", ".join(dict.fromkeys(status["missing_models"])))
     for generation in status["generations"]:
-        recipe = f"{generation['quantization']}/{generation['compute_dtype']}"
         paths = ", ".join(generation["checkpoints"])
-        print(f"\n{generation['name']}  {_state(generation)}  {recipe}  {_content(generation)}{paths}")
+        head = f"{generation['name']}  {_state(generation)}  {recipe_text(generation)}"
+        print(f"\n{head}  {_content(generation)}{paths}")
         if generation["failure"]:
             print(f"  {generation['failure']['reason']}: {generation['failure']['message']}")
         if generation["leases"]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from preload.engine.errors import RequestError
 
 from .render import milliseconds, table
 
@@ -47,6 +50,14 @@ def total_s(phases: Sequence[dict[str, Any]]) -> float:
         return 0.0
     start_ns = min(phase["start_ns"] for phase in counted)
     return float(max((phase["start_ns"] - start_ns) / 1e9 + phase["s"] for phase in counted))
+
+
+def write_picture(path: str, tracks: Sequence[Track]) -> None:
+    """Raises RequestError if the file cannot be written."""
+    try:
+        Path(path).write_text(picture(tracks))
+    except OSError as error:
+        raise RequestError(f"--svg {path} cannot be written: {error.strerror}") from error
 
 
 def picture(tracks: Sequence[Track]) -> str:

@@ -5,6 +5,7 @@ WATCHDOG; and hands everything back through LISTEN_FDS. It understands no descri
 neither grpc nor protobuf, and is as small as an interpreter can be, because it must outlive everything.
 
 If the keeper dies, the daemon goes on. The next keeper of the same folder adopts it, and the daemon parks again.
+Whatever the system refuses meanwhile (a process, a descriptor, memory) is tried again: nothing of it ends the keeper.
 SIGHUP replaces the daemon by a new life of it; SIGTERM ends both.
 """
 
@@ -24,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import runtime_folder
+from .errors import BadRequestError
+from .keeper_place import Place
 from .keeper_store import Store, receive
-from .runtime_folder import DAEMON_LOCK, KEEPER_LOCK, NOTIFY_SOCKET
+from .runtime_folder import DAEMON_LOCK, NOTIFY_SOCKET
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ _MAX_BACKOFF_S = 10.0
 _YOUNG_S = 5.0
 _START_TIMEOUT_S = 90.0
 _LOOK_AGAIN_S = 0.1
+_LOOK_AROUND_S = 1.0
+_WRONG_ARGUMENTS = 2
 
 
 @dataclass
@@ -64,35 +69,69 @@ class Keeper:
         self._num_young = 0
         self._start_at_s = 0.0
         self._stopping = False
+        self._ever_ready = False
+        self._exit_code = 0
         self._selector = selectors.DefaultSelector()
-        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._place = Place(runtime_dir)
+        self._notify: socket.socket | None = None
+        self._displaced = ""
 
     def run(self) -> int:
-        """Supervises until SIGTERM or SIGINT. Raises BadRequestError if another keeper has the folder."""
+        """Supervises until SIGTERM or SIGINT, or until the first daemon of all refuses its arguments.
+
+        Returns the exit code. Raises BadRequestError if another keeper has the folder."""
         os.umask(0o077)
         _allow_many_descriptors()
-        with runtime_folder.locked(self._runtime_dir, KEEPER_LOCK, "another keeper holds"):
-            with self._listening(), self._signals() as signals:
-                self._selector.register(self._notify, selectors.EVENT_READ, self._read_messages)
+        try:
+            self._place.take()
+            with self._signals() as signals:
                 self._selector.register(signals, selectors.EVENT_READ, lambda: self._read_signals(signals))
                 while self._child is not None or not self._stopping:
-                    self._start_if_due()
-                    for key, _ in self._selector.select(self._wait_s()):
-                        key.data()
-                    self._check_deadlines()
+                    self._turn()
+        finally:
+            self._place.leave()
         self._store.close()
-        return 0
+        return self._exit_code
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        path = self._runtime_dir / NOTIFY_SOCKET
-        path.unlink(missing_ok=True)
-        with self._notify:
-            self._notify.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._notify.bind(str(path))
-            os.chmod(path, 0o600)
-            yield
-        path.unlink(missing_ok=True)
+    def _turn(self) -> None:
+        """One wait for whatever comes next. What the system refuses is tried again in the next turn."""
+        try:
+            if self._has_place():
+                self._start_if_due()
+            for key, _ in self._selector.select(self._wait_s()):
+                key.data()
+            self._check_deadlines()
+        except (OSError, MemoryError) as error:
+            log.error("the keeper goes on after: %r", error)
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _has_place(self) -> bool:
+        """Whether folder, lock and socket are ours; what somebody removed is made anew. A daemon that spoke to the
+        old socket finds that it is gone, and parks again at the new one."""
+        try:
+            if not self._place.is_whole():
+                self._place.take()
+            if self._displaced:
+                log.info("folder, lock and socket are ours again")
+                self._displaced = ""
+        except (BadRequestError, OSError) as error:
+            if str(error) != self._displaced:
+                log.error("no daemon is started: %s", error)
+            self._displaced = str(error)
+        if self._notify is not self._place.socket:
+            self._listen_anew()
+        return not self._displaced
+
+    def _listen_anew(self) -> None:
+        assert self._place.socket is not None
+        self._selector.register(self._place.socket, selectors.EVENT_READ, self._read_messages)
+        old = self._notify
+        if old is not None:
+            log.warning("%s was removed: listening anew", self._runtime_dir / NOTIFY_SOCKET)
+            self._read_messages()
+            self._selector.unregister(old)
+            old.close()
+        self._notify = self._place.socket
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[socket.socket]:
@@ -118,11 +157,12 @@ class Keeper:
 
     def _read_messages(self) -> None:
         """Takes in what has arrived. Only the daemon is listened to."""
-        while (message := receive(self._notify)) is not None:
+        while self._notify is not None and (message := receive(self._notify)) is not None:
             try:
                 if self._child is not None and message.sender == self._child.pid:
                     self._child.last_sign_s = time.monotonic()
                     self._child.is_ready |= message.fields.get("READY") == "1"
+                    self._ever_ready |= self._child.is_ready
                     self._store.apply(message)
                 else:
                     log.warning("a message from process %d, which is not the daemon, is ignored", message.sender)
@@ -132,6 +172,15 @@ class Keeper:
     def _start_if_due(self) -> None:
         if self._child is not None or self._stopping or time.monotonic() < self._start_at_s:
             return
+        try:
+            self._start()
+        except (OSError, MemoryError) as error:
+            self._num_young += 1
+            pause_s = _pause_s(self._num_young)
+            self._start_at_s = time.monotonic() + pause_s
+            log.error("cannot start a daemon: %r; trying again in %.1f s", error, pause_s)
+
+    def _start(self) -> None:
         if runtime_folder.is_locked(self._runtime_dir, DAEMON_LOCK):
             self._adopt()
             return
@@ -146,7 +195,12 @@ class Keeper:
         pid = os.fork()
         if pid == 0:
             _exec(self._command, environment, fds)
-        self._watch(Child(pid, os.pidfd_open(pid)))
+        try:
+            self._watch(Child(pid, os.pidfd_open(pid)))
+        except BaseException:  # one that nobody watches
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         log.info("started daemon %d with %d stored descriptors", pid, len(names))
 
     def _adopt(self) -> None:
@@ -160,8 +214,12 @@ class Keeper:
         log.info("adopted daemon %d", holder[0])
 
     def _watch(self, child: Child) -> None:
+        try:
+            self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_death)
+        except BaseException:
+            os.close(child.pidfd)
+            raise
         self._child = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, self._on_death)
 
     def _on_death(self) -> None:
         self._read_messages()  # its last ones: what it said it parked is parked
@@ -172,6 +230,10 @@ class Keeper:
         status = "unknown: it was adopted"
         with contextlib.suppress(ChildProcessError):
             status = str(os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]))
+        if status == str(_WRONG_ARGUMENTS) and not self._ever_ready and not len(self._store):
+            log.error("daemon %d does not take its arguments; nothing is kept that could be lost", child.pid)
+            self._stopping, self._exit_code = True, _WRONG_ARGUMENTS
+            return
         self._start_at_s = time.monotonic() + self._backoff_s(child)
         log.warning("daemon %d ended (%s); %d descriptors are kept", child.pid, status, len(self._store))
 
@@ -179,15 +241,17 @@ class Keeper:
         """A daemon that dies young is replaced at once three times in a row, then after longer and longer pauses."""
         is_young = time.monotonic() - child.started_s < _YOUNG_S
         self._num_young = self._num_young + 1 if is_young and child.end_s is None else 0
-        excess = self._num_young - 4
-        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(excess, 10)) if excess >= 0 else 0.0
+        return _pause_s(self._num_young - 4) if self._num_young >= 4 else 0.0
 
-    def _wait_s(self) -> float | None:
+    def _wait_s(self) -> float:
+        """Until the next deadline, and not for ever: whoever removes our socket does not wake us."""
         child, now_s = self._child, time.monotonic()
         if child is None:
-            return 0.0 if self._stopping else max(0.0, self._start_at_s - now_s)
+            wait_s = _LOOK_AROUND_S if self._displaced else max(0.0, self._start_at_s - now_s)
+            return 0.0 if self._stopping else min(_LOOK_AROUND_S, wait_s)
         deadline_s = self._deadline_s(child)
-        return None if deadline_s is None else max(0.0, deadline_s - now_s) + 0.01
+        left_s = _LOOK_AROUND_S if deadline_s is None else max(0.0, deadline_s - now_s) + 0.01
+        return min(_LOOK_AROUND_S, left_s)
 
     def _deadline_s(self, child: Child) -> float | None:
         """When the child is killed unless something happens."""
@@ -217,6 +281,10 @@ class Keeper:
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._child.pidfd, number)
+
+
+def _pause_s(num_failures: int) -> float:
+    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(num_failures, 10))
 
 
 def _allow_many_descriptors() -> None:

@@ -41,7 +41,7 @@ def open_channel(runtime_dir: str) -> grpc.Channel:
         allowed, owner = False, None
     except OSError as error:
         raise DaemonUnreachableError(
-            f"no daemon serves in {runtime_dir}: start one with `preload daemon` ({error.strerror})"
+            f"no daemon serves in {runtime_dir}: is `preload daemon` running? ({error.strerror})"
         ) from error
     if not allowed:
         whose = "" if owner is None else f", which is user {owner}'s"
@@ -86,12 +86,12 @@ def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
         listens = _listens(runtime_dir)
         if listens is None:
             raise DaemonUnreachableError(
-                f"the daemon in {runtime_dir} has ended: start one with `preload daemon`"
+                f"the daemon in {runtime_dir} has ended; another has to be started, if no keeper does so"
             ) from error
         if not listens:
             raise DaemonUnreachableError(
-                f"the daemon in {runtime_dir} is gone (its socket is a dead predecessor's): start one with "
-                "`preload daemon`"
+                f"the daemon in {runtime_dir} is gone (its socket is a dead predecessor's); another has to be "
+                "started, if no keeper does so"
             ) from error
         raise DaemonUnreachableError(f"the daemon in {runtime_dir} does not answer: {details}") from error
     raise DaemonError(f"the daemon in {runtime_dir} answered {code.name}: {details}") from error

@@ -16,6 +16,9 @@ from preload.engine.recipe import Recipe
 
 from .speculation import options
 
+EXIT_BAD_CONFIG = 2
+"""Exit code of a core that is told what it, or this model, cannot do: another one could not either."""
+
 DEFAULT_MAX_MODEL_LEN = 8192
 """What `max_model_len=0` means for a model that allows more: longer sequences are asked for explicitly, because
 the KV cache has to hold at least one of full length."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preload.engine.errors import CoreError
+from preload.engine.errors import CoreError, RequestError
 from preload.engine.models.spec import ModelSpec
 
 from .config import DEFAULT_MAX_MODEL_LEN
@@ -78,7 +78,7 @@ def resolve_max_model_len(asked: int, spec: ModelSpec) -> int:
     if not asked:
         return min(spec.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if asked > spec.max_position_embeddings and spec.rope.scaling != "dynamic":
-        raise CoreError(
+        raise RequestError(
             f"max_model_len {asked} is more than the model's {spec.max_position_embeddings} positions; lower it, "
             "or load the checkpoint with a rope scaling that extends them"
         )
@@ -91,7 +91,7 @@ def given_kv_blocks(kv_cache_bytes: int, *, block_bytes: int, block_size: int, m
     Raises CoreError with the numbers if one sequence of max_model_len does not fit."""
     needed_bytes = (-(-max_model_len // block_size) + 1) * block_bytes
     if kv_cache_bytes < needed_bytes:
-        raise CoreError(
+        raise RequestError(
             f"the KV cache of {kv_cache_bytes} bytes cannot hold one sequence of max_model_len "
             f"{max_model_len} tokens, which needs {needed_bytes}; raise kv_cache_bytes or lower max_model_len"
         )

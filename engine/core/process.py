@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from preload.engine.errors import ManifestError, PreloadError, RequestError
 from preload.engine.timeline import Timeline
 
-from .config import CoreConfig
+from .config import EXIT_BAD_CONFIG, CoreConfig
 
 if TYPE_CHECKING:
     from preload.engine.client import Attachment
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .scheduler import SchedulingOptions
     from .sizing import KVSizing
 
-EXIT_BAD_CONFIG = 2
 EXIT_NOT_SERVED = 3
 WARM_UP_TOKENS = 4
 """Enough to touch every weight once, through a padded decode of several rows."""
@@ -57,6 +56,8 @@ def main(first_line_ns: int, argv: Sequence[str] | None = None, *, is_forked: bo
     timeline.add("exec", config.spawned_at_ns or first_line_ns, first_line_ns)
     try:
         return run(config, timeline, first_line_ns)
+    except RequestError as error:  # what this model cannot do
+        return _fail(EXIT_BAD_CONFIG, error)
     except PreloadError as error:
         return _fail(EXIT_NOT_SERVED, error)
 

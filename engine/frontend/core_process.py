@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from preload.engine.core.config import EXIT_BAD_CONFIG
 from preload.engine.timeline import Phase, now_ns
 
 from .core_launch import CoreCommand, CoreHandle, TemplatedCommand, provide_template, start_forked, start_fresh
@@ -124,6 +125,11 @@ class CoreProcess:
             errand.add_done_callback(self._errands.discard)
             self._missing = None
 
+    @property
+    def refused_configuration(self) -> bool:
+        """It ended because what it was told is impossible, and so is for every other."""
+        return self.life.exit_code == EXIT_BAD_CONFIG
+
     async def wait_exit(self) -> int:
         """Waits for the end of the process. Returns the exit code: negative for a signal, 255 if nobody knows it."""
         assert self._exit is not None
@@ -149,7 +155,7 @@ class CoreProcess:
         if code is None:
             return f"core {self.life.pid} ended; how, only its template knew, which has ended too"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        said = next((line for line in reversed(self._tail) if line.strip()), "") if code else ""
+        said = next((line for line in reversed(self._tail) if line.strip()), "") if code > 0 else ""
         return f"core {self.life.pid} {how}" + (f": {said}" if said else "")
 
     def signal(self, number: signal.Signals) -> None:

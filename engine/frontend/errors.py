@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from preload.engine.errors import CoreError
+
 
 class ApiError(Exception):
     """A refusal that a client sees. `headers` are added to the response."""
@@ -116,5 +118,5 @@ class CoreFailedError(ApiError):
     """Raised when the core failed a request; the operator should read the core's last words."""
 
 
-class StartError(Exception):
-    """Raised when the frontend cannot start; the message says what to change."""
+class StartError(CoreError):
+    """Raised when the frontend, or a core for it, cannot start; the message says what to change."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from preload.engine.errors import CoreError
+from preload.engine.errors import CoreError, RequestError
 from preload.engine.timeline import Timeline
 
 from .api import parse_chat, parse_completion
 from .chat import Chat
 from .completions import Completion
 from .config import FrontendConfig
-from .errors import ApiError
+from .errors import ApiError, BadRequestError
 from .fields import Fields
 from .server import make_core_command, running_service
 
@@ -20,7 +20,7 @@ from .server import make_core_command, running_service
 async def complete(config: FrontendConfig, body: Mapping[str, Any], *, chat: bool) -> AsyncIterator[dict[str, Any]]:
     """Events of one streamed answer, as /v1/chat/completions or /v1/completions would send them.
 
-    Raises CoreError, with the refusal of the request or of the core as its message."""
+    Raises RequestError or CoreError, with the refusal of the request or of the core as its message."""
     async with running_service(config, make_core_command, Timeline()) as service:
         vocab_size = service.tokenizer.vocab_size
         fields = Fields({**body, "stream": True})
@@ -32,5 +32,7 @@ async def complete(config: FrontendConfig, body: Mapping[str, Any], *, chat: boo
             )
             async for event in request.events():
                 yield event
+        except BadRequestError as error:
+            raise RequestError(str(error)) from error
         except ApiError as error:
             raise CoreError(str(error)) from error

@@ -13,12 +13,13 @@ one is loaded and started again. The service pauses meanwhile, but refuses nobod
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from preload.engine.errors import CoreError, PreloadError, RequestError
+from preload.engine.errors import CheckpointNotFoundError, CoreError, PreloadError, RequestError
 from preload.protos import engine_core_pb2 as pb
 
 from .canary import check_canary
@@ -52,6 +53,8 @@ class Rollout:
             raise RequestError("another update of this service is under way; wait for it")
         async with self._service.updating:
             old = self._service.current
+            if self._update.to and not os.path.exists(self._update.to):
+                raise CheckpointNotFoundError(f"{self._update.to}: no such file or folder; nothing has changed")
             config = updated_config(old.config, self._update)
             try:
                 text_side = TextSide(tokenizer=old.tokenizer, chat_template=old.chat_template)

@@ -15,12 +15,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from preload.engine.core.config import CoreConfig
-from preload.engine.errors import PreloadError
+from preload.engine.errors import RequestError
 from preload.engine.places import own_dir
 from preload.engine.template.fingerprint import place_of
 from preload.engine.timeline import Timeline, now_ns
@@ -40,22 +40,23 @@ _BACKLOG = 2048
 
 
 def run(
-    config: FrontendConfig, *, timeline: Timeline | None = None, make_command: MakeCoreCommand | None = None
+    config: FrontendConfig,
+    *,
+    timeline: Timeline | None = None,
+    prepare: Callable[[FrontendConfig], FrontendConfig] = lambda config: config,
+    make_command: MakeCoreCommand | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT. Returns 0 after a drain, 1 when it cannot start (the reason on stderr).
+    """Serves until SIGTERM or SIGINT. Returns 0 after a drain. Raises PreloadError when it cannot start or go on.
 
-    `timeline` holds the phases of this process so far; without one, all of them count as "exec". `make_command`
-    replaces the command line of engine cores. Call it from the main thread.
+    `timeline` holds the phases of this process so far; without one, all of them count as "exec". `prepare` completes
+    the configuration, once the address is known to be free. `make_command` replaces the command line of engine cores.
+    Call it from the main thread.
     """
     make_stderr_unfailing()
     if timeline is None:
         timeline = Timeline()
         timeline.add("exec", process_start_ns())
-    try:
-        asyncio.run(_serve(config, make_command or make_core_command, timeline))
-    except (StartError, PreloadError) as error:
-        print(f"preload serve: {error}", file=sys.stderr)
-        return 1
+    asyncio.run(_serve(config, prepare, make_command or make_core_command, timeline))
     return 0
 
 
@@ -114,10 +115,17 @@ def _names_draft(config: FrontendConfig) -> bool:
     return bool(config.draft_model) and not config.draft_generation
 
 
-async def _serve(config: FrontendConfig, make_command: MakeCoreCommand, timeline: Timeline) -> None:
+async def _serve(
+    config: FrontendConfig,
+    prepare: Callable[[FrontendConfig], FrontendConfig],
+    make_command: MakeCoreCommand,
+    timeline: Timeline,
+) -> None:
     manager = activation.Manager()
     inherited = activation.take_listener()
     with inherited or _listen(config) as listener:
+        with timeline.phase("load"):
+            config = prepare(config)  # nothing else runs in this loop yet
         async with running_service(config, make_command, timeline) as service:
             from .web_server import serve_http
 
@@ -143,6 +151,7 @@ async def running_service(
             await first_core.kill()
             raise
         service.watch(service.current.start(first_core))
+        service.watch_first(service.current.supervisor)
         try:
             yield service
         finally:
@@ -151,7 +160,7 @@ async def running_service(
 
 @contextlib.contextmanager
 def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
-    """The bound socket. Raises StartError naming the address."""
+    """The bound socket. Raises RequestError naming the address."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,7 +168,7 @@ def _listen(config: FrontendConfig) -> Iterator[socket.socket]:
             listener.bind((config.host, config.port))
             listener.listen(_BACKLOG)
         except OSError as error:
-            raise StartError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
+            raise RequestError(f"cannot listen on {config.host} port {config.port}: {error.strerror}") from error
         listener.setblocking(False)
         yield listener
 

@@ -19,7 +19,7 @@ from .config import FrontendConfig
 from .core_records import CoreRecords
 from .deployment import Deployment
 from .deployment_factory import DeploymentFactory
-from .errors import ApiError, NotFoundError, OverloadedError, TimeoutApiError
+from .errors import ApiError, NotFoundError, OverloadedError, StartError, TimeoutApiError
 from .metrics import Metrics
 from .requests import Sample, SampleEvent
 from .sampling import SamplingParams
@@ -99,6 +99,15 @@ class Service:
                 self.crashed.set_result(error)
 
         runner.add_done_callback(ended)
+
+    def watch_first(self, supervisor: Supervisor) -> None:
+        """A first core that refuses its configuration would be followed by others like it: the service ends."""
+
+        def died(reason: asyncio.Future[str]) -> None:
+            if supervisor.refused_configuration and not self.crashed.done():
+                self.crashed.set_result(StartError(reason.result()))
+
+        supervisor.first_death.add_done_callback(died)
 
     def close_requests(self, error: ApiError) -> None:
         """Ends every request in flight, and each one submitted from now on, with `error`."""

@@ -67,6 +67,8 @@ class Supervisor:
         self.first_death: asyncio.Future[str] = loop.create_future()
         self._core: ManagedCore | None = None
         self._serving = asyncio.Event()
+        self.refused_configuration = False
+        """Of the last core that died."""
         self._last_death: CoreLife | None = None
         self._last_words: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -167,6 +169,7 @@ class Supervisor:
         session = core.session
         self._serving.set()
         self._metrics.core_ready.inc()
+        print(f"preload serve: engine core {core.life.pid} serves", file=sys.stderr, flush=True)
         self._in_flight.on_first_token = lambda: self._note_first_token(core)
         self._in_flight.attach(session)
         self._background(self._learn_stats(core))
@@ -185,6 +188,9 @@ class Supervisor:
 
     async def _bury(self, core: ManagedCore, why: str) -> None:
         await core.bury(why)
+        if not self._stopping.is_set():
+            print(f"preload serve: {core.life.exit_reason or why}", file=sys.stderr, flush=True)
+        self.refused_configuration = core.process.refused_configuration
         self._last_death = core.life
         self._last_words = core.process.tail
         if not self.first_death.done():

@@ -44,7 +44,8 @@ class _Server(uvicorn.Server):
 
 async def serve_http(service: Service, listener: socket.socket, manager: Manager, outlives_us: bool) -> None:
     """Serves until a signal. `outlives_us`: the service manager holds the listening socket, and our successor
-    answers whom we do not accept any more. Raises StartError when the supervision of cores ends before, by a bug."""
+    answers whom we do not accept any more. Raises StartError when no core can ever start, or when their supervision
+    ends by a bug."""
     server = _Server(_uvicorn_config(service))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, restart_core, service)
@@ -64,6 +65,8 @@ async def serve_http(service: Service, listener: socket.socket, manager: Manager
         notes.cancel()
     if service.crashed.done() and not service.draining:
         error = service.crashed.result()
+        if isinstance(error, StartError):
+            raise error
         raise StartError(f"the supervisor of the engine core ended: {error!r}") from error
 
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _DAEMON_SOCKET = "segments.sock"
 _DAEMON_INTERVAL_S = 5.0
+_MAX_LOG_BYTES = 1 << 20
 _ORPHANED_S = 15.0
 _LOG_FORMAT = "%(asctime)s preload-template %(levelname)s %(message)s"
 
@@ -151,7 +152,9 @@ def _detach(place: Place) -> bool:
         os._exit(0)
     os.umask(0o077)
     null = os.open("/dev/null", os.O_RDONLY)
-    out = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    out = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    if os.fstat(out).st_size > _MAX_LOG_BYTES:
+        os.ftruncate(out, 0)  # another template may be writing into it: it appends as well
     for place_fd, fd in ((0, null), (1, out), (2, out)):
         os.dup2(fd, place_fd)
     os.closerange(3, max(null, out) + 1)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from preload.engine.errors import PreloadError
 from preload.engine.frontend.config import FrontendConfig
 from preload.engine.frontend.server import run
 
@@ -29,4 +30,7 @@ def make_command(config: FrontendConfig, standby: bool) -> Callable[[str, int], 
 
 
 if __name__ == "__main__":
-    sys.exit(run(FrontendConfig(**json.loads(sys.argv[1])), make_command=make_command))
+    try:
+        sys.exit(run(FrontendConfig(**json.loads(sys.argv[1])), make_command=make_command))
+    except PreloadError as error:
+        sys.exit(str(error))
