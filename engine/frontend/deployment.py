@@ -35,7 +35,8 @@ _check = lru_cache(maxsize=64)(check)
 
 @dataclass(kw_only=True, eq=False)
 class Deployment:
-    """Made idle; `start` it. `num_users` are HTTP requests that have begun with it and not ended."""
+    """Made idle; `start` it. `num_users` are HTTP requests that have begun with it, or were handed over to it, and
+    have not ended."""
 
     config: FrontendConfig
     tokenizer: Tokenizer
@@ -65,14 +66,18 @@ class Deployment:
     @contextmanager
     def used(self) -> Iterator[Deployment]:
         """As long as its body runs, the deployment is not taken away."""
-        self.num_users += 1
-        self.unused.clear()
+        self._add_users(1)
         try:
             yield self
         finally:
-            self.num_users -= 1
-            if not self.num_users:
-                self.unused.set()
+            self.latest()._add_users(-1)
+
+    def _add_users(self, count: int) -> None:
+        self.num_users += count
+        if self.num_users:
+            self.unused.clear()
+        else:
+            self.unused.set()
 
     async def can_take_over(self, other: Deployment) -> bool:
         """Whether every request of another one with the same weights fits here: the cores are asked."""
@@ -82,7 +87,10 @@ class Deployment:
         return mine.max_model_len >= theirs.max_model_len and capacity >= wanted
 
     def hand_over_to(self, other: Deployment) -> int:
-        """Moves the samples in flight, and those still to be submitted; returns how many are in flight."""
+        """Moves the samples in flight, those still to be submitted, and whoever waits for them; returns how many are
+        in flight."""
+        other._add_users(self.num_users)
+        self._add_users(-self.num_users)
         self.successor = other
         return self.in_flight.move_to(other.in_flight)
 

@@ -145,6 +145,26 @@ def test_an_update_that_goes_wrong_is_rolled_back_under_32_streams(
     assert steps_of(rollout(frontend, "--restart", "--set", "max_model_len=78", "--json"))["done"]
 
 
+def test_a_stream_that_has_moved_moves_again_at_the_next_update(start_frontend: Callable[..., Any]) -> None:
+    frontend = start_frontend(SLOW)
+    text, moves, goal = "", [], 10.0
+    body = {"prompt": "a b c ", "max_tokens": 8000, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{frontend.url}/v1/completions", json=body, timeout=30) as answer:
+        for num_chunks, line in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += event["choices"][0]["text"]
+            if num_chunks > goal:
+                if len(moves) == 3:
+                    break
+                steps = steps_of(rollout(frontend, "--restart", "--drain-s", "0.1", "--json"))
+                moves.append(steps["drain"]["message"])
+                goal = frontend.metric("preload_frontend_output_tokens_total") + 10
+    assert moves == ["1 sequences move to the new core"] * 3
+    assert text == ("a b c " * len(text))[: len(text)]
+    assert len(serving(frontend)) == 1
+
+
 def test_with_evict_first_requests_wait_for_the_only_core_there_is(
     start_frontend: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
