@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -247,3 +248,55 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder).encode() in words:
             found.append(words.decode())
     return found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--wrong",), "unrecognized arguments: --wrong"),
+        (("--host-limit", "much"), "memory limit 'much'"),
+    ],
+)
+def test_keeper_ends_with_what_its_first_daemon_says_of_its_arguments(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    answer = preload("keeper", "--runtime-dir", str(tmp_path / "run"), "--", *words)
+    assert answer.returncode == 2
+    assert said in answer.stderr
+    assert answer.stderr.count("started daemon") == 1
+
+
+def test_keeper_and_daemon_share_their_folder(tmp_path: Path) -> None:
+    answer = preload("keeper", "--runtime-dir", str(tmp_path / "run"), "--", f"--runtime-dir={tmp_path}")
+    assert answer.returncode == 2
+    assert "name it before the --" in answer.stderr
+
+
+def test_serve_takes_its_address_before_it_loads_anything(daemon: Any, raw_checkpoint: Path) -> None:
+    held = {generation.id for generation in daemon.generations()}
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        answer = preload("serve", str(raw_checkpoint), "--runtime-dir", str(daemon.runtime_dir), "--port", port)
+    assert answer.returncode == 2
+    assert f"port {port}: Address already in use" in answer.stderr
+    assert {generation.id for generation in daemon.generations()} == held
+
+
+def test_recipes_of_one_checkpoint_are_told_apart(make_daemon: Callable[..., Any], raw_checkpoint: Path) -> None:
+    daemon = make_daemon()
+    daemon.load(raw_checkpoint, model="raw")
+    (listed,) = json.loads(preload("ls", "--runtime-dir", str(daemon.runtime_dir), "--json").stdout)
+    assert (listed["model"], listed["config_overrides"]) == ("raw", {})
+    assert "keep/float32 raw" in preload("ls", "--runtime-dir", str(daemon.runtime_dir)).stdout
+    assert "keep/float32 raw" in preload("status", "--runtime-dir", str(daemon.runtime_dir)).stdout
+
+
+def test_a_picture_that_cannot_be_written_is_a_wrong_argument(daemon: Any, tmp_path: Path) -> None:
+    answer = preload("status", "--runtime-dir", str(daemon.runtime_dir), "--svg", str(tmp_path / "no" / "x.svg"))
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert "x.svg cannot be written" in answer.stderr
+
+
+def test_bench_names_a_checkpoint_that_is_missing(tmp_path: Path) -> None:
+    answer = preload("bench", "restart", "--json", "--checkpoint", str(tmp_path / "none"))
+    assert (answer.returncode, error_of(answer)["reason"]) == (15, "CHECKPOINT_NOT_FOUND")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,3 +124,20 @@ def test_core_killed_in_mid_stream_is_replaced_and_the_stream_completes(served: 
     assert lives[-1]["pid"] != victim
     names = [phase["name"] for phase in lives[-1]["phases"]]
     assert names[:7] == ["exec", "imports", "attach", "build", "kv_cache", "warm_up", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-model-len", "100000000"), "more than the model's 8192 positions"),
+        (("--kv-cache-bytes", "10"), "cannot hold one sequence"),
+    ],
+)
+def test_a_configuration_that_no_core_can_have_ends_the_server(
+    options: tuple[str, ...], said: str, shared_daemon: Any, demo_model: Path
+) -> None:
+    words = ("serve", str(demo_model), "--port", "0", "--runtime-dir", str(shared_daemon.runtime_dir), *options)
+    command = [sys.executable, "-P", "-m", "preload.cli.main", *words]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert answer.returncode == 25
+    assert said in answer.stderr.splitlines()[-1]
