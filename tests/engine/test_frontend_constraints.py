@@ -127,9 +127,7 @@ def test_prompt_logprobs_survive_the_core(start_frontend: Callable[..., Any], tm
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(frontend.complete, prompt="The capital of", max_tokens=2, prompt_logprobs=1)
-        frontend.wait_for(
-            lambda: frontend.metric("preload_frontend_requests_in_flight") >= 1, "the request to arrive"
-        )
+        frontend.wait_for(lambda: frontend.metric("preload_frontend_in_flight") >= 1, "the request to arrive")
         frontend.kill_core()
         hold.unlink()
         assert len(answer.result().json()["choices"][0]["prompt_logprobs"]) == 3
