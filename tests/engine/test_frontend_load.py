@@ -86,12 +86,16 @@ def test_a_request_over_its_time_is_ended_streamed_and_not(
 ) -> None:
     hold, aborts = tmp_path / "hold", tmp_path / "aborts"
     hold.touch()
-    frontend = start_frontend({"hold_file": str(hold), "abort_log": str(aborts)}, request_timeout_s=0.3)
+    behaviour = {"hold_file": str(hold), "abort_log": str(aborts), "step_s": 0.05}
+    frontend = start_frontend(behaviour, request_timeout_s=0.3)
     whole = frontend.complete(prompt="a")
     assert (whole.status_code, whole.json()["error"]["code"]) == (504, "request_timeout")
-    streamed = frontend.post("/v1/chat/completions", json={
-        "messages": [{"role": "user", "content": "hi"}], "stream": True,
-    })  # fmt: skip
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 5000, "ignore_eos": True}
+    before = frontend.post("/v1/chat/completions", json=body)
+    assert (before.status_code, before.json()["error"]["code"]) == (504, "request_timeout")
+    hold.unlink()
+    streamed = frontend.post("/v1/chat/completions", json=body)
+    assert streamed.status_code == 200
     events = [line[6:] for line in streamed.text.split("\n\n") if line]
     assert json.loads(events[-2])["error"]["code"] == "request_timeout"
     assert events[-1] == "[DONE]"
