@@ -50,7 +50,18 @@ def prepare(path: str) -> Path:
 
 @contextlib.contextmanager
 def locked(runtime_dir: Path, name: str, refusal: str) -> Iterator[None]:
-    """Holds a lock file of the folder and writes our pid into it. Raises BadRequestError(refusal) if it is taken."""
+    """Holds a lock file of the folder. Raises BadRequestError(refusal) if it is taken."""
+    fd = take_lock(runtime_dir, name, refusal)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def take_lock(runtime_dir: Path, name: str, refusal: str) -> int:
+    """Locks a file of the folder, which its descriptor, ours to close, holds; writes our pid into it.
+
+    Raises BadRequestError(refusal) if it is taken."""
     with _usable(runtime_dir):
         fd = os.open(runtime_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -60,9 +71,10 @@ def locked(runtime_dir: Path, name: str, refusal: str) -> Iterator[None]:
             except BlockingIOError as error:
                 raise BadRequestError(f"{refusal} {runtime_dir}") from error
             os.pwrite(fd, _number(os.getpid()), 0)
-        yield
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
 @contextlib.contextmanager

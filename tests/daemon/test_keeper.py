@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,3 +184,98 @@ def test_a_child_that_ignores_sigterm_is_killed(keep: Callable[..., Any], tmp_pa
     keeper.send_signal(signal.SIGTERM)
     assert keeper.wait(DEADLINE_S) == 0
     assert not (tmp_path / "run" / "notify.sock").exists()
+
+
+FAILING = """
+import errno, os, sys
+import preload.daemon.keeper as module
+owner, name = (module.os, sys.argv[2]) if hasattr(os, sys.argv[2]) else (module.runtime_folder, sys.argv[2])
+real, calls = getattr(owner, name), []
+def failing(*words):
+    calls.append(words)
+    if len(calls) in (2, 3):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    return real(*words)
+setattr(owner, name, failing)
+del sys.argv[2]
+"""
+
+LIFE = 'touch "$0/life.$$"; sleep 0.2; echo over >> "$0/over"'
+
+
+def num_lives(folder: Path) -> int:
+    return len(list(folder.glob("life.*")))
+
+
+@pytest.mark.parametrize("call", ["fork", "pidfd_open", "is_locked"])
+def test_a_start_that_the_system_refuses_is_tried_again(
+    call: str, tmp_path: Path, wait_for: Callable[..., Any]
+) -> None:
+    """And a child that cannot be watched is not left to itself."""
+    (tmp_path / "run").mkdir()
+    words = [
+        sys.executable,
+        "-c",
+        FAILING + KEEPER,
+        str(tmp_path / "run"),
+        call,
+        "/bin/sh",
+        "-c",
+        LIFE,
+        str(tmp_path),
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        keeper = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: keeper.poll() is not None or "lives" in say(tmp_path), "three lives")
+        assert keeper.poll() is None
+        assert (tmp_path / "log").read_text().count("cannot start a daemon: BlockingIOError") == 2
+        children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+        assert len(children) <= 1
+    finally:
+        keeper.terminate()
+        assert keeper.wait(DEADLINE_S) == 0
+
+
+def say(folder: Path) -> str:
+    over = folder / "over"
+    return "three lives" if over.exists() and over.read_text().count("over") >= 3 else ""
+
+
+def test_a_keeper_without_a_free_descriptor_goes_on_when_there_are_some(
+    keep: Callable[..., Any], tmp_path: Path, wait_for: Callable[..., Any]
+) -> None:
+    keeper = keep("/bin/sh", "-c", LIFE, str(tmp_path))
+    wait_for(lambda: num_lives(tmp_path) >= 1, "a first life")
+    _, hard = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (4, hard))
+    wait_for(lambda: "Too many open files" in (tmp_path / "log").read_text(), "a refusal")
+    assert keeper.poll() is None
+    before = num_lives(tmp_path)
+    resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    wait_for(lambda: num_lives(tmp_path) > before, "another life")
+
+
+def test_a_folder_that_another_keeper_took_meanwhile_is_left_alone(
+    keep: Callable[..., Any], tmp_path: Path, wait_for: Callable[..., Any]
+) -> None:
+    """No daemon is started there; when the other one leaves it is ours again."""
+    stop = tmp_path / "stop"
+    keeper = keep("/bin/sh", "-c", 'touch "$0/life.$$"; while [ ! -e "$0/stop" ]; do sleep 0.05; done', str(tmp_path))
+    wait_for(lambda: num_lives(tmp_path) == 1, "a first life")
+    os.kill(keeper.pid, signal.SIGSTOP)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "keeper.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stop.touch()
+        os.kill(keeper.pid, signal.SIGCONT)
+        wait_for(lambda: "ended (0)" in (tmp_path / "log").read_text(), "the end of the first life")
+        refusal = f"no daemon is started: another keeper holds {tmp_path / 'run'}"
+        wait_for(lambda: refusal in (tmp_path / "log").read_text(), "the refusal")
+        assert num_lives(tmp_path) == 1
+        assert not (tmp_path / "run" / "notify.sock").exists()
+        stop.unlink()
+    wait_for(lambda: num_lives(tmp_path) == 2, "a second life")
+    assert (tmp_path / "run" / "notify.sock").exists()
+    stop.touch()

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -353,6 +354,29 @@ def test_a_daemon_that_hangs_is_replaced(make_kept: Callable[..., Kept], raw_che
     os.kill(pid, signal.SIGSTOP)
     kept.wait_for(lambda: f"daemon {pid} ended (-9)" in kept.log, "the hung daemon to be killed")
     assert kept.generation().id == gone
+
+
+@pytest.mark.parametrize("what", ["folder", "notify.sock"])
+def test_a_keeper_whose_files_were_removed_goes_on_keeping(
+    kept: Kept, gone: str, write_safetensors: Callable[..., Path], tmp_path: Path, what: str
+) -> None:
+    """The daemon that was alive parks again, and the next one is reached at the same folder."""
+    notify = Path(kept.runtime_dir) / "notify.sock"
+    pid, before = kept.status().pid, notify.stat()
+    with kept.attach(gone) as attachment:
+        shutil.rmtree(kept.runtime_dir) if what == "folder" else notify.unlink()
+        kept.wait_for(lambda: notify.exists() and notify.stat() != before, "the keeper to listen anew")
+        assert Path(f"/proc/{pid}").exists(), "the daemon is not ended for it"
+        os.kill(kept.keeper_pid, signal.SIGHUP)
+        kept.wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the first daemon")
+        assert kept.generation().id == gone
+        kept.wait_for(lambda: [e.unclaimed for e in kept.leases()] == [False], "the lease to be reclaimed")
+        assert [lease.id for lease in kept.leases()] == [attachment.lease.id]
+    second = kept.daemon.load(write_safetensors(tmp_path / "b", {"b": ("F32", [1], bytes(4))}), model="raw")
+    kept.kill_daemon()
+    assert {generation.id for generation in kept.status().generations} == {gone, second.id}
+    words = [sys.executable, "-m", "preload.cli.main", "keeper", "--runtime-dir", kept.runtime_dir]
+    assert subprocess.run(words, capture_output=True, timeout=DEADLINE_S, check=False).returncode == 2
 
 
 def test_a_second_keeper_is_refused_and_the_first_unharmed(kept: Kept, gone: str) -> None:
