@@ -165,5 +165,7 @@ def test_the_frontend_process_imports_neither_torch_nor_numpy(frontend: Any) -> 
 
 def test_the_phases_of_the_frontend_follow_each_other(frontend: Any) -> None:
     phases = frontend.get("/debug/cores").json()["frontend"]["phases"]
-    assert [phase["name"] for phase in phases] == ["exec", "spawn", "imports", "tokenizer", "listen", "ready"]
+    assert [phase["name"] for phase in phases] == [
+        "exec", "load", "spawn", "imports", "tokenizer", "listen", "ready",
+    ]  # fmt: skip
     assert all(phase["start_ns"] <= phase["end_ns"] for phase in phases)
