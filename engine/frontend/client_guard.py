@@ -43,6 +43,9 @@ def make_protocol(timeout_s: float) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_head_timer()
             super().connection_lost(exc)
+            # uvicorn leaves it running when the client has reset the connection, and with it all of this object.
+            if self.timeout_keep_alive_task is not None:
+                self.timeout_keep_alive_task.cancel()
 
         def send_400_response(self, msg: str) -> None:
             """Also when the nonsense is in the body of a request that is being answered: that answer is given up."""
