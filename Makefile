@@ -34,7 +34,7 @@ test: setup
 	$(BIN)/pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu" -n 2 --dist worksteal
 
 FUZZ_SECONDS := 120
 fuzz: setup
