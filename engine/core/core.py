@@ -243,31 +243,38 @@ class EngineCore:
     ) -> list[RequestOutput]:
         """Counts what was computed, appends what was sampled, ends what is finished."""
         self.counters.num_steps += 1
-        num_new, num_rejected = [], {}
+        appended, num_rejected = [], {}
         for request, num_drafts, tokens in zip(inputs.sampling, inputs.num_drafts, sampled, strict=True):
-            num_new.append(self._append(request, tokens))
-            if num_drafts >= max(num_new[-1], 1):
-                num_rejected[request.row] = num_drafts + 1 - max(num_new[-1], 1)
+            num_new, reason = self._append(request, tokens)
+            appended.append((num_new, reason))
+            if num_drafts >= max(num_new, 1):
+                num_rejected[request.row] = num_drafts + 1 - max(num_new, 1)
         self.runner.commit(num_rejected)
         for item in plan.scheduled:
             self.scheduler.advance(item.request, item.num_new_tokens - num_rejected.get(item.request.row, 0))
-        results = zip(inputs.sampling, inputs.num_drafts, sampled, num_new, strict=True)
-        return [self._output(request, num_drafts, tokens, new) for request, num_drafts, tokens, new in results]
+        results = zip(inputs.sampling, inputs.num_drafts, sampled, appended, strict=True)
+        return [self._output(request, num_drafts, tokens, *new) for request, num_drafts, tokens, new in results]
 
-    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> int:
+    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> tuple[int, FinishReason]:
         """Appends tokens to the output until one ends the request; returns how many. An error is none."""
-        num_new = 0
+        num_new, reason = 0, FinishReason.NONE
         for token in tokens:
             if token.error:
                 break
             request.output_ids.append(token.token_id)
             num_new += 1
-            if request.finish_reason(self.max_model_len) is not FinishReason.NONE:
+            reason = request.finish_reason(self.max_model_len)
+            if reason is not FinishReason.NONE:
                 break
-        return num_new
+        return num_new, reason
 
     def _output(
-        self, request: Request, num_drafts: int, tokens: Sequence[SampledToken], num_new: int
+        self,
+        request: Request,
+        num_drafts: int,
+        tokens: Sequence[SampledToken],
+        num_new: int,
+        reason: FinishReason,
     ) -> RequestOutput:
         """What the request's client hears of the first num_new tokens; ends the request if they end it."""
         if num_new == 0:
@@ -276,7 +283,6 @@ class EngineCore:
                 request_id=request.request_id, finish_reason=FinishReason.ERROR, error=tokens[0].error
             )
         self.counters.num_output_tokens += num_new
-        reason = request.finish_reason(self.max_model_len)
         new = tokens[:num_new]
         if reason is FinishReason.NONE:
             for position, token in enumerate(new, request.num_tokens - num_new):

@@ -202,7 +202,7 @@ class TokenLogprobs:
     rank: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """What one step did for one request."""
 
@@ -221,3 +221,5 @@ class RequestOutput:
     """Of these, how many were right."""
     num_cached_tokens: int = 0
     """With the first token: those of the sequence whose keys and values were there."""
+    draining: bool = False
+    """With an error: the core takes no more requests; another may take this one."""

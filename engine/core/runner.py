@@ -67,11 +67,13 @@ class Composition:
     """int64[num_logit_rows]"""
     num_decodes: int
 
+    @property
+    def key(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """What decides all the rest."""
+        return self.rows, self.lengths, self.samples, self.num_drafts
+
     @staticmethod
-    def of(scheduled: Sequence[ScheduledRequest]) -> Composition:
-        rows, lengths = [s.request.row for s in scheduled], [s.num_new_tokens for s in scheduled]
-        samples = [i for i, s in enumerate(scheduled) if s.samples]
-        num_drafts = [scheduled[i].num_draft_tokens for i in samples]
+    def of(rows: list[int], lengths: list[int], samples: list[int], num_drafts: list[int]) -> Composition:
         idx_mapping, query_lens = torch.tensor(rows), torch.tensor(lengths)
         ends = query_lens.cumsum(0)
         request_of = torch.arange(len(rows)).repeat_interleave(query_lens)
@@ -88,15 +90,6 @@ class Composition:
             row_of=idx_mapping[request_of],
             logits_indices=_last_tokens(ends[samples], num_drafts),
             num_decodes=sum(length == 1 for length in lengths),
-        )
-
-    def fits(self, scheduled: Sequence[ScheduledRequest]) -> bool:
-        """Whether another step's requests make the same."""
-        return (
-            self.rows == [s.request.row for s in scheduled]
-            and self.lengths == [s.num_new_tokens for s in scheduled]
-            and self.samples == [i for i, s in enumerate(scheduled) if s.samples]
-            and self.num_drafts == [scheduled[i].num_draft_tokens for i in self.samples]
         )
 
 
@@ -118,8 +111,9 @@ class Runner:
         for request, blocks in plan.grown:
             batch.append_blocks(request.row, blocks)
         for item in plan.scheduled:
-            for position, token_id in enumerate(item.draft_ids, item.request.num_tokens):
-                batch.append_token(item.request.row, position, max(token_id, 0))
+            if item.num_draft_tokens:
+                for position, token_id in enumerate(item.draft_ids, item.request.num_tokens):
+                    batch.append_token(item.request.row, position, max(token_id, 0))
         batch.apply()
         scheduled = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
         composition = self._compose(scheduled, table_changed=bool(plan.started or plan.grown))
@@ -128,9 +122,13 @@ class Runner:
 
     def _compose(self, scheduled: Sequence[ScheduledRequest], *, table_changed: bool) -> Composition:
         """The step's composition and block table: the last step's, as far as nothing has changed."""
+        rows = [item.request.row for item in scheduled]
+        lengths = [item.num_new_tokens for item in scheduled]
+        samples = [i for i, item in enumerate(scheduled) if item.samples]
+        num_drafts = [scheduled[i].num_draft_tokens for i in samples]
         composition = self._composition
-        if composition is None or not composition.fits(scheduled):
-            composition = self._composition = Composition.of(scheduled)
+        if composition is None or (rows, lengths, samples, num_drafts) != composition.key:
+            composition = self._composition = Composition.of(rows, lengths, samples, num_drafts)
             table_changed = True
         if table_changed:
             width = self.batch.num_blocks(composition.rows)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from preload.engine.kernels.argmax import argmax_rows
+
 from .logits import LogitsProcessor
 from .logprobs import token_logprobs
 from .noise import gumbel_noise, hash_tokens, seed_to_int64
@@ -28,7 +30,7 @@ MAX_CANDIDATES = 1024
 """Truncation looks at this many of the largest logits first, and sorts the row only if they do not decide."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampledToken:
     """One row's result. `error` is set, and the token meaningless, if its logits allow no choice."""
 
@@ -91,12 +93,18 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[SampledToken]:
         """A token from each row of processed logits, which stay as they are; rows may name a request row twice."""
-        tokens = self.choose_ids(logits, torch.tensor(rows), torch.tensor(positions)).tolist()
-        return self.describe(logits, rows, tokens)
+        largest, tokens = self._choose(logits, torch.tensor(rows), torch.tensor(positions))
+        return self._described(rows, tokens.tolist(), logits, largest)
 
     def describe(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> list[SampledToken]:
         """Tokens chosen from processed logits, with the log-probabilities that their requests asked for."""
-        finite = logits.amax(dim=-1).isfinite().tolist()
+        return self._described(rows, tokens, logits, logits.amax(dim=-1))
+
+    def _described(
+        self, rows: Sequence[int], tokens: Sequence[int], logits: Tensor, largest: Tensor
+    ) -> list[SampledToken]:
+        """largest: float32[num_rows], of each row of logits."""
+        finite = largest.isfinite().tolist()
         logprobs = self._logprobs(logits, rows, tokens)
         return [
             SampledToken(token, logprobs.get(i), self._failed.get(rows[i], "" if finite[i] else _NOT_FINITE))
@@ -136,15 +144,20 @@ class Sampler:
 
     def choose_ids(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """The tokens that `choose` describes: int64[num_rows]. rows, positions: int64[num_rows]."""
-        tokens = logits.argmax(dim=-1)
+        return self._choose(logits, rows, positions)[1]
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logit of each row, float32[num_rows], and the token chosen."""
+        tokens = argmax_rows(logits)
+        largest = logits.gather(1, tokens[:, None]).flatten()
         temperature = self._temperature[rows]
         drawn = temperature.nonzero().flatten()
         if len(drawn):
             rows = rows[drawn]
             x = self.scaled(logits[drawn], rows)
             x += gumbel_noise(self._seeds[rows], positions[drawn], self._token_hashes)
-            tokens[drawn] = x.argmax(dim=-1)
-        return tokens
+            tokens[drawn] = argmax_rows(x)
+        return largest, tokens
 
     def _logprobs(self, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
         """By logit row, for those that asked. Only the chosen and the largest logits are normalized."""

@@ -37,7 +37,7 @@ class Policy(enum.StrEnum):
     PRIORITY = "priority"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ScheduledRequest:
     """One request's share of a step: its tokens num_computed_tokens … + num_new_tokens − 1. The last
     num_draft_tokens of them are not its own yet but the first of its drafts."""
