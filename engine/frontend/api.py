@@ -25,6 +25,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_CACHE_SALT_LENGTH = 1024
 
 Prompt = str | tuple[int, ...]
 
@@ -56,6 +57,8 @@ class GenerationOptions:
     prompt_logprobs: int | None
     """Of the prompt's tokens, and this many of the most likely ones in their place."""
     constraints: Constraints
+    priority: int
+    cache_salt: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +206,8 @@ def _options(
         logprobs=logprobs,
         num_top_logprobs=num_top_logprobs,
         prompt_logprobs=max((n for n in (prompt_logprobs, echoed_logprobs) if n is not None), default=None),
+        priority=fields.integer("priority", 0, -(1 << 31), (1 << 31) - 1),
+        cache_salt=_cache_salt(fields),
         constraints=parse_constraints(fields, vocab_size),
     )
 
@@ -218,6 +223,17 @@ def _seed(fields: Fields) -> int:
     if fields.get("seed") is None:
         return secrets.randbits(63)
     return fields.integer("seed", 0, -(1 << 63), (1 << 64) - 1) & ((1 << 64) - 1)
+
+
+def _cache_salt(fields: Fields) -> str:
+    salt = fields.text("cache_salt") or ""
+    if len(salt) > MAX_CACHE_SALT_LENGTH:
+        raise BadRequestError(
+            f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_LENGTH} are allowed",
+            param="cache_salt",
+            code="out_of_range",
+        )
+    return salt
 
 
 def _stop(value: Any) -> tuple[str, ...]:

@@ -135,6 +135,12 @@ class Deployment:
                 param="max_tokens" if longest < min(limit, max_prompt + 1) else "prompt",
                 code="context_length_exceeded",
             )
+        if options.priority and self.config.scheduling_policy != "priority":
+            raise BadRequestError(
+                "'priority' needs a server started with --scheduling-policy priority",
+                param="priority",
+                code="unsupported_parameter",
+            )
         if options.constraints.form is not None:
             await self._check_form(options.constraints.form)
         return self._sampling(options, wanted or limit - longest)

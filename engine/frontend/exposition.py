@@ -35,6 +35,7 @@ class _Collector(Collector):
         yield requests
         for name, text, number in (
             ("prompt_tokens", "Prompt tokens", metrics.prompt_tokens),
+            ("cached_prompt_tokens", "Of these, those found in a core's KV cache", metrics.cached_prompt_tokens),
             ("output_tokens", "Tokens sampled", metrics.output_tokens),
             ("core_restarts", "Cores started to replace a dead one", metrics.core_restarts),
             ("resubmissions", "Sequences handed to a core after another died", metrics.resubmissions),

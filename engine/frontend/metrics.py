@@ -49,6 +49,7 @@ class Metrics:
         self.in_flight = Number()
         self.queued = Number()
         self.prompt_tokens = Number()
+        self.cached_prompt_tokens = Number()
         self.output_tokens = Number()
         self.first_token_s = Histogram(_FIRST_TOKEN_S)
         self.inter_token_s = Histogram(_INTER_TOKEN_S)

@@ -62,7 +62,11 @@ class Sample:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     events: asyncio.Queue[SampleEvent]
+    priority: int = 0
+    cache_salt: str = ""
     output_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Of the prompt, those whose keys and values the first core had."""
     vocabulary: pb.Vocabulary | None = None
     """What the core has to know before it gets this sample."""
     home: InFlight | None = None
@@ -81,6 +85,8 @@ class Sample:
             prompt_ids=self.prompt_ids,
             output_ids=self.output_ids,
             sampling=self.sampling.to_proto(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
         )
         if self.output_ids:  # the first of them brought these along
             add.sampling.ClearField("prompt_logprobs")
@@ -231,6 +237,9 @@ class InFlight:
         if output.token_ids:
             self._count_tokens(sample, len(output.token_ids))
         self._metrics.count_drafts(output.num_draft_tokens, output.num_accepted_tokens)
+        if not sample.output_ids:
+            sample.num_cached_tokens = output.num_cached_tokens
+            self._metrics.cached_prompt_tokens.inc(output.num_cached_tokens)
         sample.output_ids.extend(output.token_ids)
         finish = output.finish_reason
         if finish not in (pb.FINISH_REASON_NONE, *_FINISH):

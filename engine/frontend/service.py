@@ -164,6 +164,8 @@ class Generation:
                     prompt_ids=self.prompts[index // n],
                     sampling=self.sampling.for_sample(index % n),
                     events=self._events,
+                    priority=self.options.priority,
+                    cache_salt=self.options.cache_salt,
                     vocabulary=self.deployment.vocabulary.message if self.sampling.structured_output else None,
                 )
             )
@@ -222,8 +224,10 @@ class Generation:
         """OpenAI's usage object: each prompt counts once."""
         num_prompt = sum(len(ids) for ids in self.prompts)
         num_completion = sum(choice.num_tokens for choice in self.choices)
+        num_cached = sum(sample.num_cached_tokens for sample in self._samples[:: self.options.n])
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
