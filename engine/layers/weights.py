@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from preload.engine.errors import ManifestError
-from preload.engine.quantization.layouts import COMPANIONS, DENSE, LAYOUTS, dequantize, num_cols
+from preload.engine.quantization.layouts import COMPANIONS, DENSE, LAYOUTS, companion_rows, dequantize_rows, num_cols
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Weight:
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """Some rows as float32[n, num_cols]. index: a slice, or int64[n]."""
-        return dequantize(self.layout, {part: tensor[index] for part, tensor in self.parts.items()})
+        return dequantize_rows(self.layout, self.parts, index)
 
 
 class WeightTable:
@@ -65,8 +65,9 @@ class WeightTable:
         if found != (num_rows, num_cols):
             raise ManifestError(f"{name} ({layout}) has shape {list(found)}; the model needs {[num_rows, num_cols]}")
         for part, tensor in parts.items():
-            if tensor.shape[0] != num_rows:
-                raise ManifestError(f"{name}: its {part} has {tensor.shape[0]} rows instead of {num_rows}")
+            expected = num_rows if part == "weight" else companion_rows(layout, part, num_rows)
+            if tensor.shape[0] != expected:
+                raise ManifestError(f"{name}: its {part} has {tensor.shape[0]} rows instead of {expected}")
         return weight
 
     def take_vector(self, name: str, length: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -24,7 +24,7 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
     """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if cols % 32 != 0."""
     if weight.shape[1] % GROUP_SIZE:
         raise ValueError(f"{weight.shape[1]} columns are not a multiple of {GROUP_SIZE}")
-    groups = weight.reshape(weight.shape[0], -1, GROUP_SIZE)
+    groups = weight.reshape(weight.shape[0], weight.shape[1] // GROUP_SIZE, GROUP_SIZE)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     scale = high / 15.0 - low / 15.0  # not (high − low) / 15: the difference of two finite numbers may overflow
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(2)
@@ -35,5 +35,5 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 def dequantize(parts: Mapping[str, Tensor]) -> Tensor:
     """Parts of any rows → float32[rows, cols]."""
     packed = parts["weight"]
-    q = torch.stack((packed & 0x0F, packed >> 4), dim=2).reshape(packed.shape[0], -1, GROUP_SIZE)
+    q = torch.stack((packed & 0x0F, packed >> 4), dim=2).reshape(*parts["scale"].shape, GROUP_SIZE)
     return (q.float() * parts["scale"].unsqueeze(2) + parts["min"].unsqueeze(2)).flatten(1)
