@@ -3,6 +3,7 @@
 The token at output position i is prompt[i % len(prompt)], shifted by the seed when the temperature is not 0: a
 function of the request alone, so that another process continues a request as this one would have. The most likely
 tokens it reports are the sampled id, then 0, 1, 2, …; the token at position i of the prompt has −i. It takes a
+It claims to have found as many tokens in its cache as the request's salt has characters.
 structured output only with a vocabulary that spells the prompt's ids, and ignores it; it knows one custom logits
 processor, "known".
 
@@ -79,6 +80,7 @@ class Running:
             logprobs=logprobs,
             finish_reason=finish,
             prompt_logprobs=self._prompt_logprobs(),
+            num_cached_tokens=len(self.add.cache_salt) if self.position == 1 else 0,
         )
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprobs]:
