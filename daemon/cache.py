@@ -130,8 +130,8 @@ class WeightCache:
     async def attach(
         self, selector: Selector, pid: int, client: str, reclaim_secret: bytes = b""
     ) -> tuple[Lease, bytes]:
-        """A lease on a READY generation, and the ticket for its descriptors; or the lease that the secret stands for,
-        whatever became of its generation. Raises CacheError."""
+        """A lease on a READY generation, or by id on a RETIRING one in use, and the ticket for its descriptors; or the
+        lease that the secret stands for, whatever became of its generation. Raises CacheError."""
         self._require_serving()
         claimed = self.leases.claim(reclaim_secret, pid, client) if reclaim_secret else None
         if claimed is not None:
@@ -156,7 +156,8 @@ class WeightCache:
                 self.residency.release(lease)
 
     async def resolve(self, selector: Selector) -> Generation:
-        """The READY generation that a selector proves to mean. Raises CacheError saying why there is none."""
+        """The READY generation that a selector proves to mean, or names by id while it is RETIRING and in use. Raises
+        CacheError saying why there is none."""
         self._require_serving()
         if selector.source is not None:
             await self._disk.require_path(selector.source.path)
@@ -165,7 +166,15 @@ class WeightCache:
             generation = await self._resident_at(selector.source)
         else:
             generation = self.find(selector)
+            if self._goes_on(generation, selector):
+                return generation
         return _require_ready(generation)
+
+    def _goes_on(self, generation: Generation, selector: Selector) -> bool:
+        """Whether a retiring generation that is still used may be used by more: a service asks by id for what it
+        serves already, and its next process must not depend on what is at the path now."""
+        named = bool(selector.generation_id) and generation.state is State.RETIRING
+        return named and bool(self.leases.of(generation))
 
     async def _resident_at(self, source: Source) -> Generation:
         """The READY generation that a source is proved to hold now. Raises CacheError."""

@@ -27,3 +27,12 @@ def default_runtime_dir() -> str:
     if os.geteuid() == 0:
         return "/run/preload"
     return str(Path(os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")) / "preload")
+
+
+def living_folder() -> str:
+    """Where a new process is to start: in our own folder, or at the root if that was removed. There is no name for it
+    then, nothing can be found from it, and libraries (oneMKL) refuse to load."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"

@@ -81,7 +81,8 @@ class EngineCoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors.
+        """Takes no new request (its output says `draining`), finishes what it has within deadline_ms, then exits 0.
+        Idempotent. No errors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

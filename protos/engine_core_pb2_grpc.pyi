@@ -45,7 +45,9 @@ class EngineCoreStub:
     Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_engine_core_pb2.DrainRequest, _engine_core_pb2.DrainResponse]
-    """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors."""
+    """Takes no new request (its output says `draining`), finishes what it has within deadline_ms, then exits 0.
+    Idempotent. No errors.
+    """
     Stats: _grpc.UnaryUnaryMultiCallable[_engine_core_pb2.StatsRequest, _engine_core_pb2.StatsResponse]
     """Counters, memory and phases. Read only. No errors."""
 
@@ -66,7 +68,9 @@ class EngineCoreAsyncStub(EngineCoreStub):
     Errors: RESOURCE_EXHAUSTED (the KV cache does not fit into memory), UNAVAILABLE (the core is draining).
     """
     Drain: _aio.UnaryUnaryMultiCallable[_engine_core_pb2.DrainRequest, _engine_core_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors."""
+    """Takes no new request (its output says `draining`), finishes what it has within deadline_ms, then exits 0.
+    Idempotent. No errors.
+    """
     Stats: _aio.UnaryUnaryMultiCallable[_engine_core_pb2.StatsRequest, _engine_core_pb2.StatsResponse]  # type: ignore[assignment]
     """Counters, memory and phases. Read only. No errors."""
 
@@ -102,7 +106,9 @@ class EngineCoreServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_core_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_core_pb2.DrainResponse, _abc.Awaitable[_engine_core_pb2.DrainResponse]]:
-        """Takes no new request, finishes what it has within deadline_ms, then exits 0. Idempotent. No errors."""
+        """Takes no new request (its output says `draining`), finishes what it has within deadline_ms, then exits 0.
+        Idempotent. No errors.
+        """
 
     @_abc_1.abstractmethod
     def Stats(

@@ -98,7 +98,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     LOAD_FAILED: _ErrorReason.ValueType  # 4
     """its load failed"""
     RETIRING: _ErrorReason.ValueType  # 5
-    """it takes no new lease"""
+    """it takes no new lease, or only by its id"""
     CHECKPOINT_NOT_FOUND: _ErrorReason.ValueType  # 6
     """path, file or configuration missing or unreadable"""
     BAD_CHECKPOINT: _ErrorReason.ValueType  # 7
@@ -136,7 +136,7 @@ STILL_LOADING: ErrorReason.ValueType  # 3
 LOAD_FAILED: ErrorReason.ValueType  # 4
 """its load failed"""
 RETIRING: ErrorReason.ValueType  # 5
-"""it takes no new lease"""
+"""it takes no new lease, or only by its id"""
 CHECKPOINT_NOT_FOUND: ErrorReason.ValueType  # 6
 """path, file or configuration missing or unreadable"""
 BAD_CHECKPOINT: ErrorReason.ValueType  # 7

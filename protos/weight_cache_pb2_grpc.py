@@ -89,7 +89,8 @@ class WeightCacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request_iterator, context):
-        """Takes a lease on a READY generation; the open stream is the lease.
+        """Takes a lease on a READY generation, or by its id on a RETIRING one that others still have leases on; the open
+        stream is the lease.
         Precondition: the first request is `open`, within 10 s. Effect: the first event is `attached`, with the
         manifest and a ticket for the descriptors; further events ask the holder to move or to drain. Later
         requests report the holder's phases. Not idempotent: every stream is a lease of its own.
@@ -117,8 +118,9 @@ class WeightCacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Stops serving a generation. Effect: no new lease; memory is returned when the last lease ends, at once
-        if there is none; a LOADING one is cancelled; a FAILED one is forgotten. Idempotent while RETIRING.
+        """Stops serving a generation. Effect: no new lease, but by its id while others have some; memory is returned when
+        the last lease ends, at once if there is none; a LOADING one is cancelled; a FAILED one is forgotten.
+        Idempotent while RETIRING.
         Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST: an ambiguous id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

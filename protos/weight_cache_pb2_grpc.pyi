@@ -48,7 +48,8 @@ class WeightCacheStub:
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _grpc.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]
-    """Takes a lease on a READY generation; the open stream is the lease.
+    """Takes a lease on a READY generation, or by its id on a RETIRING one that others still have leases on; the open
+    stream is the lease.
     Precondition: the first request is `open`, within 10 s. Effect: the first event is `attached`, with the
     manifest and a ticket for the descriptors; further events ask the holder to move or to drain. Later
     requests report the holder's phases. Not idempotent: every stream is a lease of its own.
@@ -63,8 +64,9 @@ class WeightCacheStub:
     Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST).
     """
     Evict: _grpc.UnaryUnaryMultiCallable[_weight_cache_pb2.EvictRequest, _weight_cache_pb2.EvictResponse]
-    """Stops serving a generation. Effect: no new lease; memory is returned when the last lease ends, at once
-    if there is none; a LOADING one is cancelled; a FAILED one is forgotten. Idempotent while RETIRING.
+    """Stops serving a generation. Effect: no new lease, but by its id while others have some; memory is returned when
+    the last lease ends, at once if there is none; a LOADING one is cancelled; a FAILED one is forgotten.
+    Idempotent while RETIRING.
     Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST: an ambiguous id).
     """
     Verify: _grpc.UnaryStreamMultiCallable[_weight_cache_pb2.VerifyRequest, _weight_cache_pb2.VerifyEvent]
@@ -91,7 +93,8 @@ class WeightCacheAsyncStub(WeightCacheStub):
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _aio.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]  # type: ignore[assignment]
-    """Takes a lease on a READY generation; the open stream is the lease.
+    """Takes a lease on a READY generation, or by its id on a RETIRING one that others still have leases on; the open
+    stream is the lease.
     Precondition: the first request is `open`, within 10 s. Effect: the first event is `attached`, with the
     manifest and a ticket for the descriptors; further events ask the holder to move or to drain. Later
     requests report the holder's phases. Not idempotent: every stream is a lease of its own.
@@ -106,8 +109,9 @@ class WeightCacheAsyncStub(WeightCacheStub):
     Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST).
     """
     Evict: _aio.UnaryUnaryMultiCallable[_weight_cache_pb2.EvictRequest, _weight_cache_pb2.EvictResponse]  # type: ignore[assignment]
-    """Stops serving a generation. Effect: no new lease; memory is returned when the last lease ends, at once
-    if there is none; a LOADING one is cancelled; a FAILED one is forgotten. Idempotent while RETIRING.
+    """Stops serving a generation. Effect: no new lease, but by its id while others have some; memory is returned when
+    the last lease ends, at once if there is none; a LOADING one is cancelled; a FAILED one is forgotten.
+    Idempotent while RETIRING.
     Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST: an ambiguous id).
     """
     Verify: _aio.UnaryStreamMultiCallable[_weight_cache_pb2.VerifyRequest, _weight_cache_pb2.VerifyEvent]  # type: ignore[assignment]
@@ -143,7 +147,8 @@ class WeightCacheServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_weight_cache_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weight_cache_pb2.AttachEvent], _abc.AsyncIterator[_weight_cache_pb2.AttachEvent]]:
-        """Takes a lease on a READY generation; the open stream is the lease.
+        """Takes a lease on a READY generation, or by its id on a RETIRING one that others still have leases on; the open
+        stream is the lease.
         Precondition: the first request is `open`, within 10 s. Effect: the first event is `attached`, with the
         manifest and a ticket for the descriptors; further events ask the holder to move or to drain. Later
         requests report the holder's phases. Not idempotent: every stream is a lease of its own.
@@ -176,8 +181,9 @@ class WeightCacheServicer(metaclass=_abc_1.ABCMeta):
         request: _weight_cache_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weight_cache_pb2.EvictResponse, _abc.Awaitable[_weight_cache_pb2.EvictResponse]]:
-        """Stops serving a generation. Effect: no new lease; memory is returned when the last lease ends, at once
-        if there is none; a LOADING one is cancelled; a FAILED one is forgotten. Idempotent while RETIRING.
+        """Stops serving a generation. Effect: no new lease, but by its id while others have some; memory is returned when
+        the last lease ends, at once if there is none; a LOADING one is cancelled; a FAILED one is forgotten.
+        Idempotent while RETIRING.
         Errors: NOT_FOUND (NOT_RESIDENT), INVALID_ARGUMENT (BAD_REQUEST: an ambiguous id).
         """
 

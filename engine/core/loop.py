@@ -169,7 +169,7 @@ class StepLoop:
             self.core.abort_request(message.abort.request_id)
         elif message.HasField("add"):
             if self._drain_deadline_ns is not None:
-                self._refuse(message.add.request_id, "the engine core is draining; send it to another")
+                self._refuse(message.add.request_id, "the engine core is draining; send it to another", draining=True)
                 return
             if self._first_token_pending and self._first_arrival is None:
                 self._first_arrival = message.add.request_id, at_ns
@@ -177,14 +177,18 @@ class StepLoop:
                 self.core.add_request(request_from_proto(message.add))
             except RequestError as error:
                 self._first_arrival = None
-                self._refuse(message.add.request_id, error.message, is_wrong=True)
+                self._refuse(message.add.request_id, error.message, refused=True)
         elif message.HasField("vocabulary"):
             self.core.grammars.set_vocabulary(vocabulary_from_proto(message.vocabulary))
 
-    def _refuse(self, request_id: str, error: str, *, is_wrong: bool = False) -> None:
+    def _refuse(self, request_id: str, error: str, *, refused: bool = False, draining: bool = False) -> None:
         if self._stream is not None:
             output = RequestOutput(
-                request_id=request_id, finish_reason=FinishReason.ERROR, error=error, refused=is_wrong
+                request_id=request_id,
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                refused=refused,
+                draining=draining,
             )
             self._stream.send([output])
 

@@ -89,6 +89,7 @@ def output_to_proto(output: RequestOutput) -> pb.RequestOutput:
         finish_reason=_FINISH_REASONS[output.finish_reason],
         error=output.error,
         refused=output.refused,
+        draining=output.draining,
         param=output.param,
         prompt_logprobs=[_logprobs_to_proto(token) for token in output.prompt_logprobs],
         num_draft_tokens=output.num_draft_tokens,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .errors import BadRequestError, OverloadedError
 from .metrics import Metrics
@@ -37,8 +39,7 @@ class Admission:
         if not self._queue and self._num_running + num_places <= self._max_running:
             self._num_running += num_places
             return
-        if self._num_waiting + num_places > self._max_waiting:
-            raise OverloadedError("too many requests are waiting already; try again later", code="overloaded")
+        self._check_room(num_places)
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((num_places, place))
         self._set_waiting(self._num_waiting + num_places)
@@ -52,6 +53,21 @@ class Admission:
                 self._set_waiting(self._num_waiting - num_places)
                 self._admit()
             raise
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """As long as its body runs, a request that does not know yet how many places it needs waits as one. Raises
+        OverloadedError when the queue is full."""
+        self._check_room(1)
+        self._set_waiting(self._num_waiting + 1)
+        try:
+            yield
+        finally:
+            self._set_waiting(self._num_waiting - 1)
+
+    def _check_room(self, num_places: int) -> None:
+        if self._num_waiting + num_places > self._max_waiting:
+            raise OverloadedError("too many requests are waiting already; try again later", code="overloaded")
 
     def release(self, num_places: int) -> None:
         """Gives places back."""

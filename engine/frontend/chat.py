@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -40,6 +41,7 @@ class Chat:
         self._service = service
         self._asked = asked
         self._created_s = int(time.time())
+        self._began_s = asyncio.get_running_loop().time()
 
     async def _start(self, deployment: Deployment) -> Generation:
         template = deployment.chat_template
@@ -60,7 +62,12 @@ class Chat:
         options = self._asked.options
         sampling = await deployment.sampling(options, prompts)
         return Generation(
-            service=self._service, deployment=deployment, prompts=prompts, options=options, sampling=sampling
+            service=self._service,
+            deployment=deployment,
+            prompts=prompts,
+            options=options,
+            sampling=sampling,
+            began_s=self._began_s,
         )
 
     async def answer(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -39,6 +40,7 @@ class Completion:
         self._service = service
         self._asked = asked
         self._created_s = int(time.time())
+        self._began_s = asyncio.get_running_loop().time()
 
     async def _start(self, deployment: Deployment) -> tuple[Generation, list[str]]:
         """The generation, and what each choice's text begins with."""
@@ -50,7 +52,12 @@ class Completion:
         options = self._asked.options
         sampling = await deployment.sampling(options, prompts)
         generation = Generation(
-            service=self._service, deployment=deployment, prompts=prompts, options=options, sampling=sampling
+            service=self._service,
+            deployment=deployment,
+            prompts=prompts,
+            options=options,
+            sampling=sampling,
+            began_s=self._began_s,
         )
         echoes = [self._echo(tokenizer, index // options.n) for index in range(len(generation.choices))]
         return generation, echoes

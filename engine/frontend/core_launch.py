@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from preload.engine.places import living_folder
 from preload.engine.template.client import ForkedProcess, NoForkError, fork_core, start_template
 from preload.engine.template.fingerprint import Place
 
@@ -91,6 +92,7 @@ async def start_fresh(arguments: Sequence[str]) -> FreshCore:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            cwd=living_folder(),
         )
     except OSError as error:
         raise StartError(f"the engine core cannot be started: {error}") from error
@@ -110,7 +112,13 @@ async def start_forked(arguments: Sequence[str], place: Place) -> ForkedCore | N
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     pipe = os.fdopen(process.output, "rb", 0)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    except OSError as error:
+        process.abandon()
+        pipe.close()
+        _say(f"the output of a forked core cannot be read: {error}; the core is started as a process")
+        return None
     return ForkedCore(process, reader)
 
 

@@ -56,8 +56,9 @@ class CoreLife:
 class CoreProcess:
     """One core. `await start()`, then `wait_listening`, and at the end always `kill`."""
 
-    def __init__(self, serial: int, socket_dir: str) -> None:
+    def __init__(self, serial: int, socket_dir: str, *, may_fork: bool = True) -> None:
         self._serial = serial
+        self._may_fork = may_fork
         self.socket_path = os.path.join(socket_dir, f"core-{serial}.sock")
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH_BYTES:
             raise StartError(
@@ -73,8 +74,11 @@ class CoreProcess:
 
     async def start(self, command: CoreCommand) -> None:
         """Starts the core in a session of its own, so that Ctrl-C reaches only the frontend. Raises StartError."""
-        arguments = command(self.socket_path, self.life.spawned_at_ns)
-        if isinstance(command, TemplatedCommand):
+        try:
+            arguments = command(self.socket_path, self.life.spawned_at_ns)
+        except OSError as error:  # a path is relative to a folder that is gone
+            raise StartError(f"the engine core has no command line: {error}") from error
+        if isinstance(command, TemplatedCommand) and self._may_fork:
             self._handle = await start_forked(arguments, command.place)
             self._missing = None if self._handle else command
         self.life.is_forked = self._handle is not None
@@ -111,14 +115,14 @@ class CoreProcess:
         gRPC waits longer and longer between attempts; a plain connect costs nothing and finds the moment.
         """
         while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.setblocking(False)
-                try:
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                    probe.setblocking(False)
                     probe.connect(self.socket_path)
-                except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                    await asyncio.sleep(_PROBE_S)
-                else:
-                    break
+            except OSError:  # nobody listens, or we have no descriptor left: either may pass
+                await asyncio.sleep(_PROBE_S)
+            else:
+                break
         if self._missing is not None:  # only now: its imports would slow down those of the core
             errand = asyncio.create_task(provide_template(self._missing.place))
             self._errands.add(errand)
@@ -174,5 +178,5 @@ class CoreProcess:
         """SIGKILL, and waits for the end; returns at once when the process has ended already."""
         self.signal(signal.SIGKILL)
         await self.wait_exit()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # its name is never used again
             os.unlink(self.socket_path)

@@ -22,6 +22,7 @@ from .config import FrontendConfig
 from .constraints import Form
 from .core_process import CoreProcess
 from .errors import BadRequestError, OverloadedError
+from .hold import WeightsHold
 from .requests import InFlight
 from .sampling import SamplingParams
 from .supervisor import Supervisor
@@ -43,11 +44,13 @@ class Deployment:
     chat_template: ChatTemplate | None
     in_flight: InFlight
     supervisor: Supervisor
+    hold: WeightsHold
     runner: asyncio.Task[None] | None = None
     successor: Deployment | None = None
     num_users: int = 0
     unused: asyncio.Event = field(default_factory=asyncio.Event)
     vocabulary: Vocabulary = field(init=False)
+    _is_over: bool = False
 
     def __post_init__(self) -> None:
         self.unused.set()
@@ -55,13 +58,17 @@ class Deployment:
 
     def start(self, first: CoreProcess | None = None) -> asyncio.Task[None]:
         """Starts supervision, with a core that has been started already or with another."""
+        self.hold.start()
         self.runner = asyncio.create_task(self.supervisor.run(first))
         return self.runner
 
     async def stop(self) -> None:
-        """Ends the cores. Requests that are left stay where they are."""
+        """Ends the cores, then the leases. Requests that are left stay where they are. Idempotent."""
         if self.runner is not None:
             await self.supervisor.stop(self.runner)
+        if not self._is_over:
+            self._is_over = True
+            await self.hold.release()
 
     @contextmanager
     def used(self) -> Iterator[Deployment]:

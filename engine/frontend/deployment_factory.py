@@ -12,6 +12,7 @@ from .core_process import CoreCommand
 from .core_records import CoreRecords
 from .deployment import Deployment
 from .errors import StartError
+from .hold import WeightsHold
 from .metrics import Metrics
 from .requests import InFlight
 from .supervisor import Supervisor, SupervisorOptions
@@ -59,8 +60,10 @@ class DeploymentFactory:
     records: CoreRecords
     metrics: Metrics
 
-    def make(self, config: FrontendConfig, text_side: TextSide) -> Deployment:
-        """Idle; call it within the event loop. Raises RequestError on an impossible configuration."""
+    def make(self, config: FrontendConfig, text_side: TextSide, hold: WeightsHold | None = None) -> Deployment:
+        """Idle; call it within the event loop. `hold`: on the same weights, shared with whoever has it.
+
+        Raises RequestError on an impossible configuration."""
         in_flight = InFlight(self.metrics)
         options = SupervisorOptions(
             command=self.make_command(config, False),
@@ -76,4 +79,5 @@ class DeploymentFactory:
             chat_template=text_side.chat_template,
             in_flight=in_flight,
             supervisor=supervisor,
+            hold=hold or WeightsHold(config),
         )

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from preload.engine.timeline import Phase, now_ns
 from preload.protos import engine_core_pb2 as pb
@@ -30,15 +30,19 @@ class CoreSource(Protocol):
 
     def new_process(self) -> CoreProcess: ...
 
+    def note_unready(self, life: CoreLife) -> None: ...
+
 
 class ManagedCore:
     """One core. Used from one event loop."""
 
-    def __init__(self, process: CoreProcess, *, standby: bool = False) -> None:
+    def __init__(self, source: CoreSource, process: CoreProcess, *, standby: bool = False) -> None:
+        self._source = source
         self.process = process
         self.standby = standby
         self.stats: pb.StatsResponse | None = None
         self._session: CoreSession | None = None
+        self._draining = asyncio.Event()
 
     @staticmethod
     async def start(source: CoreSource, command: CoreCommand, *, standby: bool = False) -> ManagedCore:
@@ -53,7 +57,7 @@ class ManagedCore:
             if process.life.pid:
                 await process.kill()
             raise
-        return ManagedCore(process, standby=standby)
+        return ManagedCore(source, process, standby=standby)
 
     @property
     def life(self) -> CoreLife:
@@ -79,6 +83,9 @@ class ManagedCore:
             if exited.done():
                 raise StartError("it ended before it was ready")
             raise StartError(f"the core was not ready after {timeout_s:g} s")
+        except StartError:
+            self._source.note_unready(self.life)
+            raise
         finally:
             for task in (opening, exited):
                 task.cancel()
@@ -105,6 +112,14 @@ class ManagedCore:
         else:
             self._note_ready()
 
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no more requests, because somebody told it to end."""
+        return self._draining.is_set()
+
+    def note_draining(self) -> None:
+        self._draining.set()
+
     async def promote(self) -> None:
         """Makes an open standby serve. Raises StartError."""
         try:
@@ -121,7 +136,7 @@ class ManagedCore:
     async def serve(
         self, on_output: Callable[[pb.RequestOutput], None], has_work: Callable[[], bool], step_timeout_s: float
     ) -> str:
-        """Until the stream breaks, the process ends or it hangs, whichever shows first; returns the reason."""
+        """Until the stream breaks, the process ends, hangs or drains, whichever shows first; returns the reason."""
         stream = asyncio.create_task(self.session.run(on_output))
         return await self._until_over(stream, has_work, step_timeout_s)
 
@@ -134,12 +149,15 @@ class ManagedCore:
     ) -> str:
         exited = asyncio.create_task(self.process.wait_exit())
         hung = asyncio.create_task(watch(self.session, has_work, step_timeout_s))
-        tasks: list[asyncio.Task[str] | asyncio.Task[int]] = [exited, hung, *((stream,) if stream else ())]
+        draining = asyncio.create_task(self._draining.wait())
+        tasks: list[asyncio.Task[Any]] = [exited, hung, draining, *((stream,) if stream else ())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if hung.done():
                 self.process.signal(signal.SIGKILL)
                 return hung.result()
+            if draining.done():
+                return "it was told to end, and takes no more requests"
             return stream.result() if stream is not None and stream.done() else ""
         finally:
             for task in tasks:

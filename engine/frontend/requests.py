@@ -123,6 +123,8 @@ class InFlight:
         """The only ones that may be with the core; empty: everybody may."""
         self._closed: ApiError | None = None
         self.on_first_token: Callable[[], None] | None = None
+        self.on_draining: Callable[[], None] | None = None
+        """The core takes no more requests: whoever has it replaced sets this."""
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -218,6 +220,14 @@ class InFlight:
             for sample in self._samples.values():
                 sample.num_deaths = 0
 
+    def recall(self) -> None:
+        """Takes every sample back from the core, which did nothing wrong; they wait for the next one."""
+        session, self._session, self._trial = self._session, None, set()
+        for sample in self._samples.values():
+            if sample.with_core and session is not None:
+                session.send(pb.CoreRequest(abort=pb.AbortRequest(request_id=sample.request_id)))
+            sample.with_core = False
+
     def close(self, error: ApiError) -> None:
         """Ends every sample, and each one submitted from now on, with `error`."""
         self._closed = error
@@ -233,6 +243,11 @@ class InFlight:
         """News from the core. Samples that were aborted in the meantime are passed over."""
         sample = self._samples.get(output.request_id)
         if sample is None:
+            return
+        if output.draining:
+            sample.with_core = False
+            if self.on_draining is not None:
+                self.on_draining()
             return
         if output.token_ids:
             self._count_tokens(sample, len(output.token_ids))

@@ -6,13 +6,15 @@ Up to the switch, a failure leaves everything as it was. After it, new requests 
 finish on the old core, or move to the new one after the drain time if the weights are the same.
 
 With `evict_first` there is never more than one core, for hosts without room for two: new requests wait, the old ones
-finish, the old core ends and its generation is evicted before the new one is loaded. When the new one fails, the old
-one is loaded and started again. The service pauses meanwhile, but refuses nobody.
+finish, the old core ends and its generation is evicted before the new one is loaded. With the same weights, what has
+not finished after the drain time waits as well. When the new core fails, the old one is loaded and started again. The
+service pauses meanwhile, but refuses nobody for whom there is room in the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from .config import FrontendConfig
 from .deployment import Deployment
 from .deployment_factory import TextSide, load_text_side
 from .errors import StartError
+from .hold import WeightsHold
 from .residency import Loaded, let_go, load
 from .service import Service
 from .update import Update, changes_text, changes_weights, updated_config
@@ -75,7 +78,8 @@ class Rollout:
             config = replace(config, generation=loaded.generation_id)
         same_weights = config.generation == old.config.generation
         try:
-            new = await self._bring_up(config, text_side, old if same_weights else None)
+            running = old if same_weights else None
+            new = await self._bring_up(config, text_side, running, None if loaded is not None else old.hold)
         except StartError as error:
             if loaded is not None and not loaded.was_resident:
                 self._say("rollback", await let_go(config.runtime_dir, loaded.generation_id))
@@ -89,27 +93,49 @@ class Rollout:
             await self._retire(old)
 
     async def _one_after_the_other(self, old: Deployment, config: FrontendConfig, text_side: TextSide) -> None:
-        if changes_weights(self._update) and not old.config.checkpoint:
+        same_weights = not changes_weights(self._update)
+        if not (same_weights or old.config.checkpoint):
             raise RequestError("the running weights could not be loaded again without their checkpoint")
+        hold = old.hold.share() if same_weights else None  # between the cores, nobody else has a lease on them
         self._service.hold_requests()
         try:
-            self._say("hold", f"new requests wait; {old.num_users} finish on the old core", requests=old.num_users)
-            await old.unused.wait()
-            await self._end(old)
-            if changes_weights(self._update):
-                await self._retire(old)
+            await self._finish(old, same_weights)
             try:
                 loaded = await self._load(config)
                 if loaded is not None:
                     config = replace(config, generation=loaded.generation_id)
-                new = await self._bring_up(config, text_side, None)
-            except (StartError, PreloadError) as error:
-                await self._restore(old)
-                raise CoreError(f"rolled back: {error}; the old core serves again") from error
-            self._service.current = new
+                new = await self._bring_up(config, text_side, None, hold)
+            except PreloadError as error:
+                outcome = await self._restore(old, hold)
+                raise CoreError(f"rolled back: {error}; {outcome}") from error
+            self._replace(old, new, same_weights)
             self._say("switch", "the new core takes the requests that waited", pid=self._pid(new))
         finally:
             self._service.release_requests()
+            if hold is not None:
+                await hold.release()
+
+    async def _finish(self, old: Deployment, same_weights: bool) -> None:
+        """Ends the only core. What is left of its requests waits in flight, if the next one can go on with them."""
+        self._say("hold", f"new requests wait; {old.num_users} finish on the old core", requests=old.num_users)
+        if same_weights:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(old.unused.wait(), self._drain_s(old))
+            if old.num_users:
+                self._say("hold", f"{old.num_users} more wait, and go on with the new core", requests=old.num_users)
+            old.in_flight.recall()
+        else:
+            await old.unused.wait()
+        await old.stop()  # it stays among the deployments: its requests may have to be ended
+        if not same_weights:
+            await self._retire(old)
+
+    def _replace(self, old: Deployment, new: Deployment, same_weights: bool) -> None:
+        """After `_finish`: the new deployment takes what waits."""
+        self._service.current = new
+        if same_weights:
+            old.hand_over_to(new)
+        self._service.deployments.remove(old)
 
     async def _load(self, config: FrontendConfig) -> Loaded | None:
         """Makes the wanted weights resident; None when others were not asked for."""
@@ -128,9 +154,11 @@ class Rollout:
             share = done_bytes / total_bytes
             self._say("load", f"{phase} {share:.0%}", done_bytes=done_bytes, total_bytes=total_bytes)
 
-    async def _bring_up(self, config: FrontendConfig, text_side: TextSide, running: Deployment | None) -> Deployment:
+    async def _bring_up(
+        self, config: FrontendConfig, text_side: TextSide, running: Deployment | None, hold: WeightsHold | None
+    ) -> Deployment:
         """A deployment that serves and has passed its canary. Raises StartError; nothing is left of it then."""
-        new = self._service.factory.make(config, text_side)
+        new = self._make(config, text_side, hold)
         self._service.deployments.append(new)
         self._service.watch(new.start())
         try:
@@ -165,9 +193,8 @@ class Rollout:
     async def _drain(self, old: Deployment, new: Deployment, same_weights: bool) -> None:
         self._say("drain", f"{old.num_users} requests finish on the old core", requests=old.num_users)
         if same_weights:
-            drain_s = old.config.drain_timeout_s if self._update.drain_s is None else self._update.drain_s
             try:
-                await asyncio.wait_for(old.unused.wait(), drain_s)
+                await asyncio.wait_for(old.unused.wait(), self._drain_s(old))
             except TimeoutError:
                 if await new.can_take_over(old):
                     num_moved = old.hand_over_to(new)
@@ -189,18 +216,40 @@ class Rollout:
         except PreloadError as error:
             self._say("retire", f"the old generation stays: {error.message}")
 
-    async def _restore(self, old: Deployment) -> None:
-        """Loads and starts again what served before an update that had no room to keep it."""
+    async def _restore(self, old: Deployment, hold: WeightsHold | None) -> str:
+        """Loads and starts again what served before an update that had no room to keep it; says what serves now.
+
+        The files may have changed under the old weights, as when a link was switched: then nothing brings those back,
+        and what is there now is served as what it is."""
         self._say("rollback", "the old core is started again")
         config, text_side = old.config, TextSide(tokenizer=old.tokenizer, chat_template=old.chat_template)
+        outcome = "the old core serves again"
         try:
             if changes_weights(self._update):
-                config = replace(config, generation=(await load(config, self._on_progress)).generation_id)
-        finally:  # without its weights it fails as well, but then clients hear why
-            restored = self._service.factory.make(config, text_side)
-            self._service.deployments.append(restored)
-            self._service.current = restored
-            self._service.watch(restored.start())
+                found = (await load(config, self._on_progress)).generation_id
+                if found != config.generation:
+                    text_side = await asyncio.to_thread(load_text_side, config)
+                    outcome = (
+                        f"{config.checkpoint} does not hold generation {config.generation[:12]} any more, so that "
+                        f"generation {found[:12]}, which it holds now, serves instead"
+                    )
+                    self._say("rollback", outcome, generation=found)
+                config = replace(config, generation=found)
+        except PreloadError as error:  # its core fails as well, but then clients hear why
+            outcome = f"the old weights cannot be had again either: {error}"
+        restored = self._make(config, text_side, hold)
+        self._service.deployments.append(restored)
+        self._service.watch(restored.start())
+        self._replace(old, restored, not changes_weights(self._update))
+        return outcome
+
+    def _make(self, config: FrontendConfig, text_side: TextSide, hold: WeightsHold | None) -> Deployment:
+        """Idle, with a share of a hold on the same weights."""
+        fits = hold is not None and hold.suits(config)
+        return self._service.factory.make(config, text_side, hold.share() if hold is not None and fits else None)
+
+    def _drain_s(self, old: Deployment) -> float:
+        return old.config.drain_timeout_s if self._update.drain_s is None else self._update.drain_s
 
     @staticmethod
     def _pid(deployment: Deployment) -> int:

@@ -46,6 +46,7 @@ class Service:
     crashed: asyncio.Future[BaseException | None] = field(init=False)
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _open: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: ApiError | None = None
     _updates: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -86,10 +87,28 @@ class Service:
 
     @asynccontextmanager
     async def deployment(self) -> AsyncIterator[Deployment]:
-        """What a request that begins now is served by, from its tokenization to its end."""
-        await self._open.wait()
+        """What a request that begins now is served by, from its tokenization to its end.
+
+        Raises OverloadedError, TimeoutApiError, or what `close_requests` was told."""
+        if not self._open.is_set():
+            await self._wait_open()
         with self.current.used() as deployment:
             yield deployment
+
+    async def _wait_open(self) -> None:
+        try:
+            with self.admission.outside():
+                async with asyncio.timeout(self.config.request_timeout_s or None):
+                    while not self._open.is_set():  # another update may have closed it again
+                        await self._open.wait()
+        except TimeoutError as error:
+            raise self.timed_out() from error
+        if self._closed is not None:
+            raise self._closed
+
+    def timed_out(self) -> TimeoutApiError:
+        limit_s = self.config.request_timeout_s
+        return TimeoutApiError(f"the request took longer than {limit_s:g} s", code="request_timeout")
 
     def watch(self, runner: asyncio.Task[None]) -> None:
         """A supervisor that ends by itself has a bug: the service ends with it, and is restarted."""
@@ -111,6 +130,8 @@ class Service:
 
     def close_requests(self, error: ApiError) -> None:
         """Ends every request in flight, and each one submitted from now on, with `error`."""
+        self._closed = error
+        self._open.set()
         for deployment in self.deployments:
             deployment.in_flight.close(error)
 
@@ -147,6 +168,8 @@ class Generation:
     prompts: Sequence[Sequence[int]]
     options: GenerationOptions
     sampling: SamplingParams
+    began_s: float
+    """When the request began, on the event loop's clock."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     choices: list[Choice] = field(init=False, default_factory=list)
     _samples: list[Sample] = field(init=False, default_factory=list)
@@ -173,17 +196,17 @@ class Generation:
     async def __aenter__(self) -> Generation:
         """Waits for admission and hands the samples to the core. Raises OverloadedError, TimeoutApiError."""
         timeout_s = self.service.config.request_timeout_s or None
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        deadline_s = None if timeout_s is None else self.began_s + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline_s):
                 await self.service.admission.acquire(len(self._samples))
         except TimeoutError as error:
-            raise self._timed_out() from error
-        if timeout_s is not None:
+            raise self.service.timed_out() from error
+        if deadline_s is not None:
             # An event, not a cancellation: the reader may be anywhere, for instance sending to a slow client.
-            expired = SampleEvent(0, error=self._timed_out())
-            self._timer = loop.call_at(started + timeout_s, self._events.put_nowait, expired)
+            expired = SampleEvent(0, error=self.service.timed_out())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(deadline_s, self._events.put_nowait, expired)
         in_flight = self.deployment.latest().in_flight
         for sample in self._samples:
             in_flight.submit(sample)
@@ -199,10 +222,6 @@ class Generation:
     def prompt_of(self, index: int) -> Sequence[int]:
         """The prompt of a choice."""
         return self.prompts[index // self.options.n]
-
-    def _timed_out(self) -> TimeoutApiError:
-        limit_s = self.service.config.request_timeout_s
-        return TimeoutApiError(f"the request took longer than {limit_s:g} s", code="request_timeout")
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """News of the choices in the order they come, until each has ended. Raises ApiError."""

@@ -125,7 +125,7 @@ class Supervisor:
         """Serves with `first`, if it has been started already, and with core after core until `stop`."""
         standbys = asyncio.create_task(self._standbys.run())
         try:
-            core = ManagedCore(first) if first is not None else await self._start_core()
+            core = ManagedCore(self._records, first) if first is not None else await self._start_core()
             while True:
                 await self._one_life(core)
                 successor = None if self._stopping.is_set() else await self._successor(core)
@@ -171,6 +171,7 @@ class Supervisor:
         self._metrics.core_ready.inc()
         print(f"preload serve: engine core {core.life.pid} serves", file=sys.stderr, flush=True)
         self._in_flight.on_first_token = lambda: self._note_first_token(core)
+        self._in_flight.on_draining = core.note_draining
         self._in_flight.attach(session)
         self._background(self._learn_stats(core))
         calm = asyncio.get_running_loop().call_later(_CALM_S, self._standbys.release)
@@ -183,7 +184,9 @@ class Supervisor:
             self._standbys.hold()
             self._serving.clear()
             self._metrics.core_ready.dec()
-            self._in_flight.on_first_token = None
+            self._in_flight.on_first_token = self._in_flight.on_draining = None
+            if core.draining:
+                self._in_flight.recall()
             self._in_flight.detach(session)
 
     async def _bury(self, core: ManagedCore, why: str) -> None:

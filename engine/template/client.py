@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from preload.engine.errors import RequestError
+from preload.engine.places import living_folder
 from preload.protos import template_pb2 as pb
 
 from .fingerprint import Place, fingerprint
@@ -69,6 +70,13 @@ class ForkedProcess:
             return answer.exited.exit_code if answer.HasField("exited") else None
         return None
 
+    def abandon(self) -> None:
+        """Ends one that nobody waits for; whose `output` it is closes that."""
+        self.send_signal(signal.SIGKILL)
+        self._ended = True
+        self._sock.close()
+        close_all((self._pidfd, self._life_line))
+
     def send_signal(self, number: signal.Signals) -> None:
         if not self._ended:
             with contextlib.suppress(ProcessLookupError):
@@ -77,35 +85,42 @@ class ForkedProcess:
 
 async def fork_core(place: Place, arguments: Sequence[str]) -> ForkedProcess:
     """A core with these arguments of `python -m preload.engine.core`. Raises NoForkError."""
+    try:
+        return await _fork_core(place, _packet(arguments))
+    except TimeoutError as error:
+        raise NoForkError(f"the template gave no answer within {_ANSWER_S:g} s") from error
+    except OSError as error:  # files of the engine are gone, or no descriptor is left
+        raise NoForkError(f"the template cannot be asked: {error}") from error
+
+
+def _packet(arguments: Sequence[str]) -> bytes:
+    """What the template is asked. Raises OSError, NoForkError."""
     request = pb.ForkRequest(
         fingerprint=fingerprint(),
         arguments=arguments,
         environment=[name + b"=" + value for name, value in os.environb.items()],
-        working_directory=os.fsencode(os.getcwd()),
+        working_directory=os.fsencode(living_folder()),
     )
     packet = request.SerializeToString()
     if len(packet) > MAX_PACKET_BYTES:
         raise NoForkError(f"the environment is too large to be sent: {len(packet)} of {MAX_PACKET_BYTES} bytes")
-    sock = _connect(place)
-    output_read, output_write = os.pipe2(os.O_CLOEXEC)
-    liveness_read, life_line = os.pipe2(os.O_CLOEXEC)
-    try:
-        pid, pidfd = await asyncio.wait_for(_ask(sock, packet, (output_write, liveness_read)), _ANSWER_S)
-    except TimeoutError as error:
-        _give_up(sock, (output_read, life_line))
-        raise NoForkError(f"the template gave no answer within {_ANSWER_S:g} s") from error
-    except BaseException:
-        _give_up(sock, (output_read, life_line))
-        raise
-    finally:
-        close_all((output_write, liveness_read))
-    return ForkedProcess(sock, pid, pidfd, output_read, life_line)
+    return packet
 
 
-def _give_up(sock: socket.socket, fds: Sequence[int]) -> None:
-    """A core that is forked all the same finds its life line cut, and ends."""
-    sock.close()
-    close_all(fds)
+async def _fork_core(place: Place, packet: bytes) -> ForkedProcess:
+    """Raises OSError, NoForkError. A core that is forked all the same finds its life line cut, and ends."""
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(_connect(place))
+        output_read, output_write = os.pipe2(os.O_CLOEXEC)
+        undo.callback(os.close, output_read)
+        with contextlib.ExitStack() as theirs:
+            theirs.callback(os.close, output_write)
+            liveness_read, life_line = os.pipe2(os.O_CLOEXEC)
+            undo.callback(os.close, life_line)
+            theirs.callback(os.close, liveness_read)
+            pid, pidfd = await asyncio.wait_for(_ask(sock, packet, (output_write, liveness_read)), _ANSWER_S)
+        undo.pop_all()
+        return ForkedProcess(sock, pid, pidfd, output_read, life_line)
 
 
 async def start_template(place: Place) -> None:

@@ -266,16 +266,37 @@ def test_evicting_a_leased_generation_retires_it_until_the_lease_ends(
         assert control.describe(selector).generation.state == pb.GENERATION_STATE_RETIRING
         assert holder.event() == ("retiring", "")
         with pytest.raises(RetiringError, match="load it anew"):
-            control.check(selector)
-        for again in ({"generation_id": loaded.id}, {"checkpoint": raw_checkpoint, "recipe": RAW}):
-            with pytest.raises(RetiringError):
-                attach(runtime_dir=str(daemon.runtime_dir), tensors="buffers", **again)
+            control.check(make_selector(raw_checkpoint, recipe=RAW))
+        with pytest.raises(RetiringError):
+            attach(raw_checkpoint, recipe=RAW, runtime_dir=str(daemon.runtime_dir), tensors="buffers")
     assert holder.ask("digest a") == digest
     assert daemon.device().resident_bytes == before
     holder.ask("close")
     wait_for(lambda: loaded.id not in {g.id for g in daemon.generations()}, "the generation to be freed")
     assert daemon.device().resident_bytes == before - loaded.resident_bytes
     assert holder.ask("digest a") == digest, "its mapping outlives the generation"
+
+
+def test_a_retiring_generation_that_is_in_use_is_given_to_whoever_asks_for_it_by_id(
+    daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    from preload.engine.client.control import make_selector
+
+    selector = make_selector(generation_id=loaded.id)
+    first = hold(daemon, raw_checkpoint, recipe={"model": "raw"})
+    digest = first.ask("digest a")
+    with daemon.control() as control:
+        assert not control.evict(selector).freed
+        assert control.check(selector) == loaded.id
+        second = hold(daemon, generation_id=loaded.id)
+        assert second.ask("digest a") == digest
+        first.ask("close")
+        wait_for(lambda: len(leases(daemon, loaded)) == 1, "the first lease to end")
+        assert control.describe(selector).generation.state == pb.GENERATION_STATE_RETIRING
+        second.ask("close")
+        wait_for(lambda: not daemon.generations(), "the generation to be freed")
+        with pytest.raises(NotResidentError):
+            attach(generation_id=loaded.id, runtime_dir=str(daemon.runtime_dir), tensors="buffers")
 
 
 def test_a_retiring_generation_does_not_stop_the_same_checkpoint_from_loading_anew(

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from preload.engine.client.control import make_selector
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
@@ -62,13 +64,13 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
 class Served:
     """`preload serve` of a tiny checkpoint."""
 
-    def __init__(self, daemon: Any, log: Path, *words: str) -> None:
+    def __init__(self, daemon: Any, log: Path, *words: str, folder: Path | None = None) -> None:
         self.daemon = daemon
         self.log = log
         command = [sys.executable, "-m", "preload.cli.main", "serve", *words, "--port", "0"]
         command += ["--runtime-dir", str(daemon.runtime_dir), "--num-threads", "1", "--max-num-seqs", "32"]
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd=folder)
         self.url = ""
 
     def find_url(self) -> str:
@@ -122,8 +124,9 @@ class Served:
 def serve(wait_for: Any, tmp_path: Path, demo_model: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(daemon: Any, *words: str) -> Served:
-        started.append(Served(daemon, tmp_path / "serve.log", *words, "--tokenizer", str(demo_model)))
+    def start(daemon: Any, *words: str, folder: Path | None = None) -> Served:
+        words = (*words, "--tokenizer", str(demo_model))
+        started.append(Served(daemon, tmp_path / "serve.log", *words, folder=folder))
         wait_for(started[-1].find_url, "the server to listen")
         wait_for(started[-1].is_ready, "the server to be ready", 120)
         return started[-1]
@@ -253,3 +256,84 @@ def test_a_generation_is_served_without_its_checkpoint(
     served = serve(daemon, "--generation", generation.id)
     assert served.stream("a b c", 10)
     assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"] == generation.id[:12]
+
+
+def replace_core(served: Served, wait_for: Any) -> dict[str, Any]:
+    """Kills the core; the next one, when it serves."""
+    (victim,) = served.in_state("serving")
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: served.in_state("serving") not in ([], [victim]), "the next core", 120)
+    return next(core for core in served.cores() if core["state"] == "serving")
+
+
+@pytest.mark.parametrize("cause", ["rolled back", "plain load", "eviction"])
+def test_a_service_goes_on_although_the_generation_it_serves_retires(
+    daemon: Any,
+    checkpoints: tuple[Path, Path],
+    serve: Callable[..., Served],
+    wait_for: Any,
+    tmp_path: Path,
+    cause: str,
+) -> None:
+    current = tmp_path / "current"
+    current.symlink_to(checkpoints[0])
+    served = serve(daemon, str(current))
+    before = served.stream("a b c", 10)
+    (generation,) = daemon.generations()
+    wait_for(lambda: len(daemon.generations()[0].leases) == 2, "the frontend to have a lease of its own")
+    if cause != "eviction":
+        current.unlink()
+        current.symlink_to(checkpoints[1])
+    if cause == "rolled back":
+        failed = served.rollout("--to", str(current), "--set", "kv_cache_bytes=1000")
+        assert "rolled back" in failed.stderr
+    elif cause == "plain load":
+        daemon.load(current)
+    else:
+        with daemon.control() as control:
+            control.evict(make_selector(generation_id=generation.id))
+    for _ in range(2):
+        replace_core(served, wait_for)
+        assert served.stream("a b c", 10) == before
+    for words in (("--restart",), ("--restart", "--evict-first")):
+        assert served.rollout(*words).returncode == 0
+        assert served.stream("a b c", 10) == before
+    finished = served.rollout("--to", str(checkpoints[1]))
+    assert finished.returncode == 0, finished.stderr
+    assert served.stream("a b c", 10) != before
+    assert [g.id for g in daemon.generations()] == [json.loads(finished.stdout)["steps"][-1]["generation"]]
+
+
+def test_a_rollback_that_finds_other_weights_at_the_old_path_says_so(
+    make_daemon: Callable[..., Any], checkpoints: tuple[Path, Path], serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    current = tmp_path / "current"
+    current.symlink_to(checkpoints[0])
+    daemon = make_daemon()
+    served = serve(daemon, str(current))
+    before = served.stream("a b c", 10)
+    (old,) = daemon.generations()
+    current.unlink()
+    current.symlink_to(checkpoints[1])
+    failed = served.rollout("--to", str(current), "--evict-first", "--set", "kv_cache_bytes=1000")
+    assert failed.returncode == 25
+    (new,) = daemon.generations()
+    assert f"does not hold generation {old.id[:12]} any more" in failed.stderr
+    assert f"generation {new.id[:12]}, which it holds now, serves instead" in failed.stderr
+    assert served.stream("a b c", 10) != before
+
+
+def test_a_core_is_replaced_although_the_folder_of_the_frontend_is_gone(
+    daemon: Any, checkpoints: tuple[Path, Path], serve: Callable[..., Served], wait_for: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    served = serve(daemon, str(checkpoints[0]), folder=tmp_path / "folder")
+    before = served.stream("a b c", 10)
+    (path,) = wait_for(lambda: list(daemon.runtime_dir.glob("template-*.log")), "a template to be started")
+    wait_for(lambda: "forks cores at" in path.read_text(), "the template to serve", 120)
+    (tmp_path / "folder").rmdir()
+    assert replace_core(served, wait_for)["is_forked"] is True
+    assert served.stream("a b c", 10) == before
+    os.kill(int(path.with_suffix(".lock").read_text()), signal.SIGKILL)
+    assert replace_core(served, wait_for)["is_forked"] is False
+    assert served.stream("a b c", 10) == before

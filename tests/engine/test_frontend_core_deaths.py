@@ -101,6 +101,27 @@ def test_a_request_that_kills_two_cores_is_answered_with_an_error_and_others_are
     assert frontend.complete(prompt="The capital", max_tokens=20).status_code == 200
 
 
+def test_a_core_that_is_told_to_end_is_replaced_and_neither_old_requests_nor_new_ones_fail(
+    start_frontend: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    frontend = start_frontend({**SLOW, "drain_on_term": True})
+    (core,) = frontend.cores()
+    answers: list[httpx.Response] = []
+
+    def end_core(num_chunks: int) -> None:
+        if num_chunks == 10:
+            os.kill(core["pid"], signal.SIGTERM)
+        elif num_chunks == 20:
+            answers.append(frontend.complete(prompt="x y z", max_tokens=3, temperature=0))
+
+    text, errors = streamed_text(frontend, end_core, prompt="a b c", max_tokens=300, temperature=0)
+    assert (text, errors) == ("a b c" * 100, [])
+    assert [(answer.status_code, answer.json()["choices"][0]["text"]) for answer in answers] == [(200, "x y z")]
+    old, _ = frontend.cores()
+    assert (old["pid"], old["state"]) == (core["pid"], "dead")
+    assert "told to end" in old["exit_reason"]
+
+
 def test_requests_that_arrive_while_no_core_is_ready_wait_for_one(
     start_frontend: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:

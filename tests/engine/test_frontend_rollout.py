@@ -179,6 +179,41 @@ def test_with_evict_first_requests_wait_for_the_only_core_there_is(
     assert old["died_at_ns"] <= new["spawned_at_ns"]
 
 
+def test_with_evict_first_and_the_same_weights_a_stream_pauses_after_the_drain_time_and_goes_on(
+    start_frontend: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    frontend = start_frontend({**SLOW, "exit_if_max_model_len": 77})
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream, frontend, "a b c", 1500)
+        wait_for(lambda: frontend.metric("preload_frontend_in_flight") == 1, "the stream to run")
+        words = ("--restart", "--evict-first", "--drain-s", "0.1", "--json")
+        steps = steps_of(rollout(frontend, *words))
+        assert steps["hold"]["message"] == "1 more wait, and go on with the new core"
+        failed = rollout(frontend, *words, "--set", "max_model_len=77")
+        assert "the old core serves again" in failed.stderr
+        assert not running.done()
+        assert running.result() == "a b c" * 500
+    assert len(serving(frontend)) == 1
+
+
+def test_with_evict_first_requests_wait_only_as_long_and_as_many_as_they_may(
+    start_frontend: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    limits = {"request_timeout_s": 5.0, "max_queued_requests": 2, "drain_timeout_s": 0.2}
+    frontend = start_frontend({"never_ready_if_max_model_len": 77}, **limits)
+    with ThreadPoolExecutor(4) as pool:
+        update = pool.submit(rollout, frontend, "--restart", "--evict-first", "--set", "max_model_len=77")
+        wait_for(lambda: len(frontend.cores()) == 2, "the only core to be replaced")
+        asked = [pool.submit(frontend.complete, prompt="a", max_tokens=1) for _ in range(3)]
+        answers = sorted((answer.result().status_code, answer.result().json()["error"]["code"]) for answer in asked)
+        assert answers == [(503, "overloaded"), (504, "request_timeout"), (504, "request_timeout")]
+        late = pool.submit(frontend.complete, prompt="a", max_tokens=1)
+        wait_for(lambda: frontend.metric("preload_frontend_queued") == 1, "the request to wait")
+        frontend.process.send_signal(signal.SIGTERM)
+        assert late.result().json()["error"]["code"] == "shutting_down"
+        assert update.result().returncode != 0
+
+
 def test_with_evict_first_the_old_core_comes_back_when_the_new_one_fails(start_frontend: Callable[..., Any]) -> None:
     frontend = start_frontend({**SLOW, "exit_if_max_model_len": 77})
     with load(frontend, num_streams=8):

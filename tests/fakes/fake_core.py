@@ -19,6 +19,7 @@ python fake_core.py --socket-path PATH --parent-pid PID --spawned-at-ns NS --beh
   abort_log      file to which the ids of aborted requests are appended
   max_model_len  what Stats says
   ignore_term    SIGTERM and Drain have no effect
+  drain_on_term  SIGTERM drains, and new requests are refused from then on
   chatter        bytes that it says on stderr with every token
   tokens_per_step   tokens of a request in one output, as if guesses had been kept
 """
@@ -111,6 +112,7 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         self.spawned_at_ns = spawned_at_ns
         self.ready_at_ns = 0
         self.running: dict[str, Running] = {}
+        self.refused: list[str] = []
         self.draining = asyncio.Event()
         self.num_output_tokens = 0
         self.num_steps = 0
@@ -124,6 +126,8 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         try:
             while True:
                 await asyncio.sleep(self.behaviour.get("step_s", 0.0005))
+                if self.refused:
+                    yield pb.StepOutput(outputs=[_draining(self.refused.pop())])
                 hold = self.behaviour.get("hold_file")
                 if not self.running or (hold and Path(hold).exists()):
                     if self.draining.is_set() and not self.running:
@@ -176,7 +180,9 @@ class FakeCore(pb_grpc.EngineCoreServicer):
 
     async def _read(self, requests) -> None:
         async for request in requests:
-            if request.WhichOneof("request") == "add":
+            if request.WhichOneof("request") == "add" and self.draining.is_set():
+                self.refused.append(request.add.request_id)
+            elif request.WhichOneof("request") == "add":
                 self.running[request.add.request_id] = Running(request.add)
             elif request.WhichOneof("request") == "vocabulary":
                 self.vocabulary = request.vocabulary
@@ -205,6 +211,11 @@ class FakeCore(pb_grpc.EngineCoreServicer):
         )
 
 
+def _draining(request_id: str) -> pb.RequestOutput:
+    error = pb.FINISH_REASON_ERROR
+    return pb.RequestOutput(request_id=request_id, finish_reason=error, error="it is draining", draining=True)
+
+
 async def main(options: argparse.Namespace) -> None:
     behaviour = json.loads(options.behaviour)
     TOKEN_SHIFT[0] = int(behaviour.get("other_tokens_if_max_model_len", -1) == options.max_model_len)
@@ -217,6 +228,8 @@ async def main(options: argparse.Namespace) -> None:
     await server.start()
     if behaviour.get("ignore_term"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif behaviour.get("drain_on_term"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, core.draining.set)
     core.ready_at_ns = time.monotonic_ns()
     if not options.standby:
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)

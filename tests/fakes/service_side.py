@@ -245,7 +245,7 @@ class Service:
         self.points.until(self._lacks_standbys)
         wanted = {core["pid"] for state in ("serving", "standby") for core in self.cores(state)}
         self.points.until(lambda: "" if self.core_pids() == wanted else f"{self.core_pids()} instead of {wanted}")
-        self.kept.settled(num_leases=1 + self.standby)
+        self.kept.settled(num_leases=2 + self.standby)  # the frontend has one of its own
         folders = [path.name for path in Path(self.kept.runtime_dir).glob("frontend-*")]
         assert len(folders) == 1, folders
 
