@@ -32,6 +32,10 @@ _PEERGROUPS_BYTES = 1024
 """The most that Python asks of getsockopt: 256 groups. A peer with more is known by its primary one."""
 
 
+_Identity = tuple[int, int]
+"""Device and inode. A bound socket keeps its inode's number, and its folder's, from being given away."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """The process at the other end of a Unix socket, as it was when it connected."""
@@ -62,26 +66,38 @@ class Doors:
         self._sockets = tuple(sockets)
         self._uids: frozenset[int] = frozenset()
         self._gids: frozenset[int] = frozenset()
-        self._inodes: dict[Path, int] = {}
+        self._opened: dict[Path, _Identity | None] | None = None
 
     def admits(self, peer: Peer) -> bool:
         return peer.uid in (0, os.geteuid()) or peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
 
-    def allow(self, uids: Iterable[int], gids: Iterable[int]) -> None:
-        """From now on these users and groups may connect, and nobody else, to the sockets that exist by now.
+    def opened(self) -> None:
+        """The sockets exist now and are ours: from here on what lies at these paths instead is not."""
+        self._opened = {path: _identity(path) for path in (self._runtime_dir, *self._sockets)}
 
-        Raises BadRequestError on an id that cannot be, or on a file system that keeps no access control lists."""
+    def allow(self, uids: Iterable[int], gids: Iterable[int]) -> None:
+        """From now on these users and groups may connect, and nobody else, to the sockets that were opened.
+
+        What is gone, or another daemon's by now, is not touched: see `trouble`. Raises BadRequestError on an id that
+        cannot be, or on a file system that keeps no access control lists."""
         wanted_uids, wanted_gids = _ids("allow_uids", uids), _ids("allow_gids", gids)
-        self._inodes = {path: inode for path in self._sockets if (inode := _inode(path))}
-        for path in self._inodes:
-            _permit(path, 0o600, _CONNECT, wanted_uids, wanted_gids)
-        _permit(self._runtime_dir, 0o700, _SEARCH, wanted_uids, wanted_gids)
+        for path in self._sockets:
+            if self._opened is not None and self._is_ours(path):
+                _permit(path, 0o600, _CONNECT, wanted_uids, wanted_gids)
+        if self._is_ours(self._runtime_dir):
+            _permit(self._runtime_dir, 0o700, _SEARCH, wanted_uids, wanted_gids)
         self._uids, self._gids = wanted_uids, wanted_gids
+
+    def _is_ours(self, path: Path) -> bool:
+        if self._opened is None:
+            return True
+        found = _identity(path)
+        return found is not None and found == self._opened[path]
 
     def trouble(self) -> str:
         """Why nobody can connect, although we serve; "" if all is well."""
-        for path, inode in self._inodes.items():
-            if _inode(path) != inode:
+        for path in self._sockets:
+            if not self._is_ours(path):
                 return (
                     f"{path} is gone, or another daemon's: this one goes on for those who hold leases, and nobody "
                     "else can reach it; restart it"
@@ -89,11 +105,12 @@ class Doors:
         return ""
 
 
-def _inode(path: Path) -> int:
+def _identity(path: Path) -> _Identity | None:
     try:
-        return os.stat(path).st_ino
+        seen = os.stat(path)
     except OSError:
-        return 0
+        return None
+    return seen.st_dev, seen.st_ino
 
 
 def is_open_to_some(path: Path) -> bool:

@@ -23,6 +23,7 @@ ReadConfig = Callable[[], DaemonConfig]
 _CHANGEABLE = frozenset(
     (
         "host_limit",
+        "device_limit",
         "allow_uids",
         "allow_gids",
         "ticket_ttl_s",
@@ -59,6 +60,7 @@ class Reloader:
         status = "serving"
         try:
             self._apply(self._read())
+            status = self._doors.trouble() or status
         except BadRequestError as error:
             log.error("the configuration is refused, the old one stays: %s", error.message)
             status = f"the configuration is refused, the old one stays: {error.message}"

@@ -82,6 +82,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     server.add_insecure_port(f"unix:{runtime_dir / DAEMON_SOCKET}")
 
     await server.start()
+    doors.opened()
     doors.allow(config.allow_uids, config.allow_gids)  # until now the sockets were the owner's alone
     background = {asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))}
     background.add(asyncio.create_task(_end_unclaimed_leases(cache)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,3 +126,25 @@ def test_users_are_allowed_and_barred_by_a_reload(reloaded: Reloaded) -> None:
     assert is_open_to_some(reloaded.daemon.runtime_dir)
     reloaded.reload('[daemon]\nhost_limit = "1G"\n')
     assert not is_open_to_some(reloaded.daemon.runtime_dir)
+
+
+def test_a_reload_neither_hides_nor_touches_what_lies_in_the_place_of_a_socket(reloaded: Reloaded) -> None:
+    """Twice the same: who reloads is told that nobody can reach this daemon, and another's socket stays as it is."""
+    with reloaded.daemon.control() as control:
+        address = control.list().http_address
+    path = reloaded.daemon.runtime_dir / "daemon.sock"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        path.chmod(0o666)
+        reloaded.wait_for_log(f"{path} is gone, or another daemon's")
+        for _ in range(2):
+            lines = reloaded.reload(f'[daemon]\nhost_limit = "1G"\nallow_uids = [{os.geteuid()}]\n')
+            assert f"STATUS={path} is gone, or another daemon's" in lines[-1]
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"http://{address}/ready", timeout=60)
+            assert refused.value.code == 503
+            assert str(path) in json.loads(refused.value.read())["trouble"]
+        assert path.stat().st_mode & 0o777 == 0o666
+        assert not is_open_to_some(path)
+    assert reloaded.daemon.stop() == 0
