@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from .structured import FormError, StructuredOutput, limits, reason, to_llguidance
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 MAX_COMPILED = 64
 """Forms kept compiled; those used least recently go first."""
@@ -140,7 +140,9 @@ class GrammarCompiler:
         if self._tokenizer is None:
             vocabulary = _Wrapper(self._vocabulary, self._vocab_size)
             self._tokenizer = LLTokenizer(
-                vocabulary, n_vocab=self._vocab_size, eos_token=list(self._vocabulary.eos_ids)
+                cast("TokenizerWrapper", vocabulary),
+                n_vocab=self._vocab_size,
+                eos_token=list(self._vocabulary.eos_ids),
             )
         return self._tokenizer
 

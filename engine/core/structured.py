@@ -15,6 +15,7 @@ from preload.engine.errors import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
+    from llguidance._lib import JsonCompileOptions
 
 MAX_FORM_CHARACTERS = 1 << 20
 _MAX_REASON = 600
@@ -86,7 +87,7 @@ def reason(message: str) -> str:
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}…"
 
 
-def _json_options() -> dict[str, object]:
+def _json_options() -> JsonCompileOptions:
     return {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
 
 
