@@ -24,7 +24,7 @@ from preload.engine.core.request import Request, SamplingParams
 from preload.engine.core.scheduler import Policy, Schedule, ScheduledRequest, Scheduler, SchedulingOptions
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 41
+NUM_BLOCKS = 33
 MAX_NUM_SEQS = 8
 MAX_ALIVE = 24
 FAMILIES = [[f * 100 + i for i in range(48)] for f in range(6)]
@@ -92,7 +92,7 @@ class Simulation:
 
     def _arrive(self) -> None:
         rng = self.rng
-        while self.num_to_come and len(self.alive) < MAX_ALIVE and rng.random() < 0.45:
+        while self.num_to_come and len(self.alive) < MAX_ALIVE and rng.random() < 0.75:
             self.num_to_come -= 1
             beginning = rng.choice(FAMILIES)[: rng.randrange(45)] if rng.random() < 0.6 else []
             prompt = beginning + [rng.randrange(600, 1000) for _ in range(rng.randrange(1, 8))]
