@@ -57,8 +57,8 @@ def asked(make_request: Any) -> list[Any]:
         twice = [*case["prompt_ids"], *case["greedy_ids"], *case["prompt_ids"]]
         requests += [
             make_request(case["name"], case["prompt_ids"], max_tokens=32),
-            make_request(f"{case['name']} again", twice, max_tokens=40),
-            make_request(f"{case['name']} drawn", twice, max_tokens=24, temperature=0.7, top_p=0.9, seed=6),
+            make_request(f"{case['name']} again", twice, max_tokens=32),
+            make_request(f"{case['name']} drawn", twice, max_tokens=20, temperature=0.7, top_p=0.9, seed=6),
         ]
     return requests
 
@@ -68,7 +68,7 @@ def plain(target: Decoder, draft: Decoder) -> dict[str, list[int]]:
     return {}
 
 
-@pytest.mark.parametrize("limits", [{}, {"num_blocks": 24, "token_budget": 24}], ids=["ample", "preempting, chunked"])
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 15, "token_budget": 24}], ids=["ample", "preempting, chunked"])
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_answers_are_those_without_speculation(
     target: Decoder, draft: Decoder, make_request: Any, run_core: Any, plain: dict[str, list[int]],
