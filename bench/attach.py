@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from preload.engine.client import attach
+from preload.engine.cuda.devices import resolve_device
+from preload.engine.cuda.driver import shared_driver
 from preload.engine.recipe import Recipe
 
 from .processes import PrivateDaemon, tell
@@ -48,19 +50,42 @@ def run(checkpoint: str, num_attaches: int = 50) -> dict[str, Any]:
     }
 
 
-def _load(daemon: PrivateDaemon, path: str, recipe: Recipe) -> None:
+_NUM_TENSORS = (10, 1000, 10_000)
+
+
+def run_device(device: str, num_attaches: int = 50) -> dict[str, Any]:
+    """Driver calls and milliseconds of an attach to memory of a GPU, by number of tensors.
+
+    Tensors are arrays of device memory: binding them to torch is what the host's figures show."""
+    name = resolve_device(device)
+    calls, by_tensors = shared_driver().calls, {}
+    with PrivateDaemon("--device-limit", "95%") as daemon:
+        for num_tensors in _NUM_TENSORS:
+            path = write_synthetic(daemon.folder / f"{num_tensors}.safetensors", num_tensors, 4096)
+            tell(f"loading {num_tensors} tensors on {name}")
+            _load(daemon, str(path), RAW, name)
+            before = sum(calls.values())
+            (seconds,) = _measure(daemon, [(str(path), RAW)], num_attaches, device=name, tensors="device")
+            made = (sum(calls.values()) - before) / (num_attaches + 1)
+            by_tensors[str(num_tensors)] = {"driver_calls": made, **summary_ms(seconds)}
+    return {"machine": machine(), "device": name, "by_tensors": by_tensors}
+
+
+def _load(daemon: PrivateDaemon, path: str, recipe: Recipe, device: str = "host") -> None:
     with daemon.control() as control:
-        for _ in control.load(path, recipe):
+        for _ in control.load(path, recipe, device=device):
             pass
 
 
-def _measure(daemon: PrivateDaemon, targets: list[tuple[str, Recipe]], num_attaches: int) -> list[list[float]]:
+def _measure(
+    daemon: PrivateDaemon, targets: list[tuple[str, Recipe]], num_attaches: int, **options: str
+) -> list[list[float]]:
     """Seconds of each attach, the targets in turn; the first round is a warm-up and does not count."""
     seconds: list[list[float]] = [[] for _ in targets]
     for round_number in range(num_attaches + 1):
         for (path, recipe), taken in zip(targets, seconds, strict=True):
             start_s = time.perf_counter()
-            attachment = attach(path, recipe=recipe, runtime_dir=daemon.runtime_dir)
+            attachment = attach(path, recipe=recipe, runtime_dir=daemon.runtime_dir, **options)
             elapsed_s = time.perf_counter() - start_s
             attachment.close()
             del attachment  # ten thousand tensors take their time to be freed: not in the next one's time

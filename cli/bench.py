@@ -9,7 +9,7 @@ from typing import Any
 
 from preload.engine.errors import CheckpointNotFoundError, CoreError
 
-from .options import add_json, name, positive, seconds
+from .options import add_device, add_json, name, positive, seconds
 
 _ABOUT = {
     "attach": "Starts a daemon of its own, with the real model and 9 GiB of synthetic weights in memory at once.",
@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     attach = commands.add_parser("attach", help="connect to all tensors bound, by size and by number of tensors")
     attach.add_argument("-n", type=positive, default=50, metavar="COUNT", help="attaches of each kind (default: 50)")
+    add_device(attach, "host")
     restart = commands.add_parser("restart", help="SIGKILL of the core to the next token, against a cold start")
     restart.add_argument("-n", type=positive, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
@@ -69,8 +70,10 @@ def _run(arguments: argparse.Namespace) -> int:
         raise CheckpointNotFoundError(f"{checkpoint}: no such file or folder")
     if arguments.what == "attach":
         from preload.bench.attach import run as measure_attach
+        from preload.bench.attach import run_device
 
-        result = measure_attach(checkpoint, arguments.n)
+        is_host = arguments.device == "host"
+        result = measure_attach(checkpoint, arguments.n) if is_host else run_device(arguments.device, arguments.n)
     elif arguments.what == "memory":
         from preload.bench.memory import run as measure_memory
 
@@ -154,6 +157,13 @@ def demo_checkpoint() -> str:
 def _print_attach(result: dict[str, Any]) -> None:
     from .render import table
 
+    if "by_tensors" in result:
+        rows = [
+            [tensors, f"{found['driver_calls']:.0f}", f"{found['p50_ms']:.2f}", f"{found['p99_ms']:.2f}"]
+            for tensors, found in result["by_tensors"].items()
+        ]
+        print(table((f"tensors on {result['device']}", "driver calls", "p50 ms", "p99 ms"), rows))
+        return
     names = ("real_model", "synthetic_1_gib", "synthetic_8_gib", "tensors_10000")
     rows = [[name, *(f"{result[name][key]:.2f}" for key in ("p50_ms", "p99_ms", "min_ms"))] for name in names]
     print(table(("connect to all tensors bound", "p50 ms", "p99 ms", "min ms"), rows))

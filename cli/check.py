@@ -21,8 +21,13 @@ def run(arguments: argparse.Namespace) -> int:
     from .exit_codes import describe
 
     try:
+        selector = target_of(arguments)
+        if selector.device not in ("", "host"):
+            from preload.engine.cuda.devices import require_usable
+
+            require_usable(selector.device)  # by this process: an engine's environment may be another
         with control_of(arguments) as control:
-            generation_id = control.check(target_of(arguments))
+            generation_id = control.check(selector)
     except PreloadError as error:
         if not arguments.json:
             raise

@@ -11,6 +11,7 @@
 15  checkpoint missing or unreadable  24  ticket refused
                                       25  engine core could not start or go on
                                       26  too many leases, loads or connections
+                                      27  a GPU cannot be used: no driver, no such device, or it failed
                                       70  daemon hit a bug
 
 130 and 143: ended by SIGINT and SIGTERM. With --json a failure is also one object on stdout, {"error": {"reason",
@@ -48,6 +49,7 @@ _BY_ERROR: tuple[tuple[type[Exception], int], ...] = (
     (errors.BadTicketError, 24),
     (errors.CoreError, 25),
     (errors.TooManyError, 26),
+    (errors.DeviceError, 27),
     (errors.PreloadError, 70),
     (CacheError, 2),  # raised in this process only by `preload daemon`, for what it was told
 )

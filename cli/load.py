@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from preload.engine.errors import InternalDaemonError
 
-from .options import STARTING_S, add_checkpoint, add_daemon, add_json, add_recipe, control_of, recipe_of
+from .options import STARTING_S, add_checkpoint, add_daemon, add_device, add_json, add_recipe, control_of, recipe_of
 
 if TYPE_CHECKING:
     from preload.engine.client import Control
@@ -22,13 +22,14 @@ _MAX_NAMED = 3
 def configure(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_recipe(parser)
+    add_device(parser, "host")
     parser.add_argument("--evict", choices=("none", "lru"), default="none", help="make room for it")
     add_daemon(parser, STARTING_S)
     add_json(parser)
 
 
 def load_with_progress(
-    control: Control, checkpoint: str, recipe: Recipe, *, evict_lru: bool, role: str = "target"
+    control: Control, checkpoint: str, recipe: Recipe, *, evict_lru: bool, role: str = "target", device: str = "host"
 ) -> pb.Generation:
     """Shows a bar while a loader works, and says which files are loaded anew because they have changed; a generation
     that is resident already shows nothing. Raises PreloadError."""
@@ -36,7 +37,7 @@ def load_with_progress(
 
     bar = ProgressBar("load")
     try:
-        for event in control.load(checkpoint, recipe, evict_lru=evict_lru, role=role):
+        for event in control.load(checkpoint, recipe, evict_lru=evict_lru, role=role, device=device):
             if event.WhichOneof("event") == "loaded":
                 return event.loaded
             if event.WhichOneof("event") == "changed":
@@ -64,9 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     with control_of(arguments) as control:
         evict_lru = arguments.evict == "lru"
-        loaded = load_with_progress(control, arguments.checkpoint, recipe_of(arguments), evict_lru=evict_lru)
+        recipe, device = recipe_of(arguments), arguments.device
+        loaded = load_with_progress(control, arguments.checkpoint, recipe, evict_lru=evict_lru, device=device)
     if arguments.json:
         print(json.dumps(generation_dict(loaded)))
     else:
-        print(f"{loaded.id[:12]}  READY  {size(loaded.resident_bytes)} in {count(loaded.num_tensors, 'tensor')}")
+        where = "" if loaded.device == "host" else f" on {loaded.device}"
+        what = f"{size(loaded.resident_bytes)} in {count(loaded.num_tensors, 'tensor')}"
+        print(f"{loaded.id[:12]}  READY  {what}{where}")
     return 0

@@ -164,6 +164,18 @@ def add_target(parser: argparse.ArgumentParser, *, optional: bool = False) -> No
         help="generation id, a prefix of at least 8 digits, a name such as @7, or a checkpoint's path",
     )
     add_recipe(parser)
+    add_device(parser, "")
+
+
+def add_device(parser: argparse.ArgumentParser, default: str) -> None:
+    """Where weights are, or are to be: see `resolve_device` of engine/cuda/devices.py."""
+    meaning = "host" if default else "host for a path, and wherever it is resident for a generation"
+    parser.add_argument(
+        "--device",
+        type=name,
+        default=default,
+        help=f"host, cuda:<index> as this process sees it, or a GPU's UUID (default: {meaning})",
+    )
 
 
 def target_of(arguments: argparse.Namespace) -> Any:
@@ -172,9 +184,11 @@ def target_of(arguments: argparse.Namespace) -> Any:
     import os
 
     from preload.engine.client.control import make_selector
+    from preload.engine.cuda.devices import resolve_device
     from preload.engine.errors import RequestError
 
     target = arguments.generation
+    device = resolve_device(arguments.device) if arguments.device else ""
     if not os.path.exists(target):
         is_hexadecimal = set(target) <= set("0123456789abcdef")
         if is_hexadecimal and len(target) < _ID_DIGITS:
@@ -183,5 +197,5 @@ def target_of(arguments: argparse.Namespace) -> Any:
                 f"(if it is meant as a path: ./{target})"
             )
         if is_hexadecimal or (target[0] == "@" and target[1:].isdigit()):
-            return make_selector(generation_id=target)
-    return make_selector(target, recipe=recipe_of(arguments))
+            return make_selector(generation_id=target, device=device)
+    return make_selector(target, recipe=recipe_of(arguments), device=device)

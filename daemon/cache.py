@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from . import receipts
-from .capacity import Ledger, parse_limit, physical_host_bytes
 from .config import DaemonConfig
+from .devices import Devices
 from .disk import Disk
 from .errors import (
-    BadRequestError,
     CacheError,
     CheckpointChangedError,
     CorruptedError,
@@ -34,22 +34,22 @@ from .loads import Loads, VerifyResult
 from .notify import Notifier
 from .parking import Parking
 from .residency import Residency
-from .segments.host import all_closed
+from .segments.closer import all_closed
 
 log = logging.getLogger(__name__)
-
-DEVICES = ("host",)
 
 
 @dataclass(frozen=True)
 class Selector:
-    """By source on disk, by content digest with recipe and rank, or by generation id (or a prefix of it)."""
+    """By source on disk, by content digest with recipe and rank, or by generation id (or a prefix of it). `device`
+    counts for the latter two; empty means any."""
 
     source: Source | None = None
     digest: str = ""
     recipe: Recipe | None = None
     rank: Rank | None = None
     generation_id: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class WeightCache:
         """Why nobody can come in, if so: holders of leases go on."""
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
-        self.ledger = Ledger("host", parse_limit(config.host_limit, physical_host_bytes()))
-        self.parking = Parking(notifier, self.catalog, self.leases, epoch)
+        self.devices = Devices(config.host_limit, config.device_limit)
+        self.parking = Parking(notifier, self.catalog, self.leases, self.devices, epoch)
         self._disk = Disk()
         self.residency = Residency(
-            self.catalog, self.leases, self.ledger, self.parking, self._disk, frozenset(config.models)
+            self.catalog, self.leases, self.devices, self.parking, self._disk, frozenset(config.models)
         )
-        self.loads = Loads(self.catalog, self.residency, self.ledger, config)
+        self.loads = Loads(self.catalog, self.residency, self.devices, config)
 
     @property
     def hands_over(self) -> bool:
@@ -97,20 +97,17 @@ class WeightCache:
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Other limits, times and models from now on. Raises BadRequestError before anything is changed."""
-        capacity_bytes = parse_limit(config.host_limit, physical_host_bytes())
+        self.devices.limit(config.host_limit, config.device_limit)
         self.config = config
         self.loads.num_threads = config.loader_threads
-        self.ledger.capacity_bytes = capacity_bytes
         self.leases.ticket_ttl_s = config.ticket_ttl_s
         self.residency.configured = frozenset(config.models)
 
-    async def load(
-        self, source: Source, device: str, evict_lru: bool
-    ) -> AsyncGenerator[Progress | Changed | Generation, None]:
+    async def load(self, source: Source, evict_lru: bool) -> AsyncGenerator[Progress | Changed | Generation, None]:
         """Yields progress until the source is resident, and its generation last. Raises CacheError."""
         self._require_serving()
         try:
-            require_device(device)
+            await self.devices.open(source.device)
             await self._disk.require_path(source.path)
         except CacheError as error:
             log.error("load refused: %s", error.message)
@@ -123,7 +120,7 @@ class WeightCache:
                     if isinstance(look, Generation):
                         return
             self._require_serving()
-        async with aclosing(self.loads.join(source, device, evict_lru)) as steps:
+        async with aclosing(self.loads.join(source, evict_lru)) as steps:
             async for step in steps:
                 yield step
 
@@ -219,7 +216,7 @@ class WeightCache:
                     digested = step
         if digested is None:
             return
-        found = self.catalog.twin(digested.generation_id, source.rank)
+        found = self.catalog.twin(digested.generation_id, source.rank, source.device)
         if found is not None:
             self.residency.bind(source, found, digested.receipts)
             yield found
@@ -241,8 +238,10 @@ class WeightCache:
                 return RetiringError(f"generation {bound[0].id[:12]} of {source.path} is retiring; load it anew")
             if bound is not None and bound[0].failure is not None:
                 return _load_failed(bound[0], source.path)
+            elsewhere = self.catalog.elsewhere(source)
+            where = f" on {source.device}, but on {', '.join(elsewhere)}" if elsewhere else ""
             return NotResidentError(
-                f"{source.path} is not resident with quantization {source.recipe.quantization}; load it first",
+                f"{source.path} is not resident with quantization {source.recipe.quantization}{where}; load it first",
                 {"path": source.path},
             )
         if attempt.state is State.LOADING:
@@ -252,11 +251,11 @@ class WeightCache:
     def find(self, selector: Selector) -> Generation:
         """The generation a selector names, in any state, without a look at the disk. Raises CacheError."""
         if selector.generation_id:
-            return self.catalog.by_id(selector.generation_id, selector.rank)
+            return self.catalog.by_id(selector.generation_id, selector.rank, selector.device)
         if selector.digest:
             assert selector.recipe is not None
             assert selector.rank is not None
-            return self.catalog.by_digest(selector.digest, selector.recipe, selector.rank)
+            return self.catalog.by_digest(selector.digest, selector.recipe, selector.rank, selector.device)
         assert selector.source is not None
         bound = self.catalog.bound(selector.source)
         generation = self.catalog.attempt(selector.source)
@@ -288,7 +287,7 @@ class WeightCache:
 
         Raises CorruptedError naming the tensors; the generation is FAILED then."""
         generation = _require_ready(self.find(selector))
-        lease, _ = self.leases.grant(generation, 0, "verify")
+        lease, _ = self.leases.grant(generation, 0, "verify", uid=os.geteuid())
         try:
             source = self.catalog.names(generation)[0]
             async with aclosing(self.loads.verify(generation, source)) as steps:
@@ -311,7 +310,7 @@ class WeightCache:
     def note_failure(self, source: Source, failure: CacheError) -> None:
         """Keeps why a model of the configuration was not even begun, where every other failure is kept as well."""
         if self.catalog.attempt(source) is None and not self.draining:
-            self.residency.fail(self.catalog.begin(source, "host"), failure)
+            self.residency.fail(self.catalog.begin(source), failure)
 
     def missing_sources(self) -> list[Source]:
         """Models of the configuration whose generation is not READY."""
@@ -332,12 +331,6 @@ class WeightCache:
     def _require_serving(self) -> None:
         if self.draining:
             raise DrainingError("the daemon is stopping")
-
-
-def require_device(device: str) -> None:
-    """Raises BadRequestError on a device this daemon does not have."""
-    if device not in DEVICES:
-        raise BadRequestError(f"unknown device {device!r}; this daemon has {', '.join(DEVICES)}", {"device": device})
 
 
 def _require_ready(generation: Generation) -> Generation:

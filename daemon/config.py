@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from .capacity import parse_limit, physical_host_bytes
+from .devices import HOST, checked_name
 from .errors import BadRequestError
 from .generations import Rank, Recipe, Source
 from .runtime_folder import default_runtime_dir
 
-_MODEL_KEYS = ("checkpoint", "model", "quantization", "compute_dtype", "config_overrides")
+_MODEL_KEYS = ("checkpoint", "model", "quantization", "compute_dtype", "config_overrides", "device")
 _MAX_ID = 0xFFFFFFFE
 _MAX_THREADS = 1024
 _RANGES: dict[str, tuple[float, float]] = {
@@ -53,6 +54,9 @@ class DaemonConfig:
     config: str = field(default="", metadata={"help": "TOML file; the command line goes before it"})
     host_limit: str = field(
         default="80%", metadata={"help": "host memory for weights: a share (80%%) or a size (64G)"}
+    )
+    device_limit: str = field(
+        default="90%", metadata={"help": "memory of each GPU for weights: a share (90%%) or a size (64G)"}
     )
     http_host: str = field(default="127.0.0.1", metadata={"help": "address of /health, /ready and /metrics"})
     http_port: int = field(default=8470, metadata={"help": "port of /health, /ready and /metrics; 0 = any free"})
@@ -85,10 +89,11 @@ class DaemonConfig:
             for number in getattr(self, name):
                 if not 0 <= number <= _MAX_ID:
                     raise BadRequestError(f"{name}: {number} is no id; ids run from 0 to {_MAX_ID}")
-        try:
-            parse_limit(self.host_limit, physical_host_bytes())
-        except BadRequestError as error:
-            raise BadRequestError(f"host_limit: {error.message}") from error
+        for name in ("host_limit", "device_limit"):
+            try:
+                parse_limit(getattr(self, name), physical_host_bytes())
+            except BadRequestError as error:
+                raise BadRequestError(f"{name}: {error.message}") from error
 
     def warnings(self) -> list[str]:
         """What can be, and is hardly meant."""
@@ -175,7 +180,7 @@ def _model(path: str, entry: dict[str, Any], layout_version: int) -> Source:
     checkpoint = entry.get("checkpoint", "")
     if not isinstance(checkpoint, str) or not os.path.isabs(checkpoint) or ".." in checkpoint.split("/"):
         raise BadRequestError(f"configuration {path}: models.checkpoint must be an absolute path without ..")
-    names = {"model": "auto", "quantization": "keep", "compute_dtype": "float32"}
+    names = {"model": "auto", "quantization": "keep", "compute_dtype": "float32", "device": HOST}
     for key in names:
         names[key] = entry.get(key, names[key])
         if not isinstance(names[key], str):
@@ -188,5 +193,10 @@ def _model(path: str, entry: dict[str, Any], layout_version: int) -> Source:
         text = json.dumps(overrides, sort_keys=True, separators=(",", ":"), ensure_ascii=False) if overrides else ""
     except TypeError as error:
         raise BadRequestError(f"configuration {path}: models.config_overrides: {error}") from error
+    device = names.pop("device")
+    try:
+        checked_name(device)
+    except BadRequestError as error:
+        raise BadRequestError(f"configuration {path}: models.device: {error.message}") from error
     recipe = Recipe(**names, config_overrides=text, layout_version=layout_version)
-    return Source(os.path.normpath(checkpoint), recipe, Rank())
+    return Source(os.path.normpath(checkpoint), recipe, Rank(), device)

@@ -17,6 +17,7 @@ CacheError
 ├── DrainingError              UNAVAILABLE
 ├── EvictedError               ABORTED
 ├── TooManyError               RESOURCE_EXHAUSTED
+├── DeviceError                FAILED_PRECONDITION
 └── InternalError              INTERNAL
 """
 
@@ -149,6 +150,14 @@ class TooManyError(CacheError):
 
     status = "RESOURCE_EXHAUSTED"
     reason = "TOO_MANY"
+
+
+class DeviceError(CacheError):
+    """Raised when a GPU cannot be used: no driver, no such device, or a call that failed. The caller should use
+    another device, or fix this one; what is resident elsewhere is not touched."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "NO_DEVICE"
 
 
 class InternalError(CacheError):

@@ -63,14 +63,15 @@ class _Collector(Collector):
         yield resident
 
     def _device(self) -> Iterator[Metric]:
-        ledger = self._metrics.cache.ledger
-        for name, value, text in (
-            ("preload_device_capacity_bytes", ledger.capacity_bytes, "Bytes allowed for weights"),
-            ("preload_device_resident_bytes", ledger.resident_bytes, "Bytes of weights resident"),
-            ("preload_device_reserved_bytes", ledger.reserved_bytes, "Bytes promised to loads under way"),
+        ledgers = [device.ledger for device in self._metrics.cache.devices]
+        for what, text in (
+            ("capacity_bytes", "Bytes allowed for weights"),
+            ("resident_bytes", "Bytes of weights resident"),
+            ("reserved_bytes", "Bytes promised to loads under way"),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=["device"])
-            gauge.add_metric([ledger.device], value)
+            gauge = GaugeMetricFamily(f"preload_device_{what}", text, labels=["device"])
+            for ledger in ledgers:
+                gauge.add_metric([ledger.device], getattr(ledger, what))
             yield gauge
 
 

@@ -1,8 +1,8 @@
 """Generations and the catalog of them: what is resident, in which state, and under which names.
 
-Owns the states and their transitions. Does not own memory (segments.host), accounting (capacity) or leases.
+Owns the states and their transitions. Does not own memory (segments), accounting (capacity) or leases.
 Invariants: an id is set exactly from commit on; READY has segments; FAILED and freed ones have none; no two
-generations that are READY share (id, rank).
+generations that are READY share (id, rank, device).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from enum import Enum
 from blake3 import blake3
 
 from .errors import BadRequestError, CacheError, NotResidentError
-from .segments.host import HostSegment
+from .segments import Segment
 
 MIN_ID_PREFIX = 8
 
@@ -78,11 +78,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Source:
-    """A name by which engines ask for weights: path, recipe and rank."""
+    """A name by which engines ask for weights: path, recipe, rank, and the device they are to be on."""
 
     path: str
     recipe: Recipe
     rank: Rank
+    device: str = "host"
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Generation:
     state: State = State.LOADING
     id: str = ""
     manifest: Manifest | None = None
-    segments: list[HostSegment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     failure: CacheError | None = None
     progress: Progress = field(default_factory=Progress)
     load_phases: list[Phase] = field(default_factory=list)
@@ -138,7 +139,7 @@ class Generation:
     def resident_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self.segments)
 
-    def commit(self, manifest: Manifest, segments: list[HostSegment], phases: list[Phase]) -> None:
+    def commit(self, manifest: Manifest, segments: list[Segment], phases: list[Phase]) -> None:
         """LOADING → READY. The caller has sealed the segments and seen the loader exit."""
         assert self.state is State.LOADING
         self.id = generation_id(manifest.checkpoint_digest, manifest.resolved_recipe)
@@ -186,12 +187,12 @@ class Catalog:
     def __iter__(self) -> Iterator[Generation]:
         return iter(list(self._generations.values()))
 
-    def begin(self, source: Source, device: str) -> Generation:
+    def begin(self, source: Source) -> Generation:
         """A new LOADING generation; an earlier failure of the same source is forgotten."""
         previous = self._attempts.get(source)
         if previous is not None and previous.state is State.FAILED:
             self.remove(previous)
-        generation = Generation(next(self._serials), source.recipe, source.rank, device)
+        generation = Generation(next(self._serials), source.recipe, source.rank, source.device)
         self._generations[generation.serial] = generation
         self._attempts[source] = generation
         return generation
@@ -201,12 +202,22 @@ class Catalog:
         generation = self._attempts.get(source)
         return generation if generation and generation.state in (State.LOADING, State.FAILED) else None
 
-    def twin(self, generation_id: str, rank: Rank) -> Generation | None:
-        """The READY generation with this identity, if any."""
+    def twin(self, generation_id: str, rank: Rank, device: str) -> Generation | None:
+        """The READY generation with this identity on this device, if any."""
         for generation in self:
-            if generation.id == generation_id and generation.rank == rank and generation.state is State.READY:
+            found = (generation.id, generation.rank, generation.device, generation.state)
+            if found == (generation_id, rank, device, State.READY):
                 return generation
         return None
+
+    def elsewhere(self, source: Source) -> list[str]:
+        """Other devices on which the source's content is READY."""
+        same = [
+            g
+            for s, (g, _) in self._receipts.items()
+            if (s.path, s.recipe, s.rank) == (source.path, source.recipe, source.rank)
+        ]
+        return [g.device for g in same if g.state is State.READY and g.device != source.device]
 
     def bind(self, source: Source, generation: Generation, receipts: list[Receipt]) -> Generation | None:
         """Ties a source to what it was proved to hold. Returns the generation it held before, if another."""
@@ -246,19 +257,19 @@ class Catalog:
         found = {r.path: r for g, receipts in self._receipts.values() if g is generation for r in receipts}
         return [found[path] for path in sorted(found)]
 
-    def by_id(self, prefix: str, rank: Rank | None = None) -> Generation:
-        """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none. Without a rank,
-        the generation must have one only. A serial, as in "@7", names exactly one."""
+    def by_id(self, prefix: str, rank: Rank | None = None, device: str = "") -> Generation:
+        """Raises BadRequestError on a short or ambiguous prefix, NotResidentError if there is none. Without a rank or
+        a device, the generation must have one only. A serial, as in "@7", names exactly one."""
         if prefix.startswith("@"):
             return self._by_serial(prefix)
         if len(prefix) < MIN_ID_PREFIX:
             raise BadRequestError(f"generation id {prefix!r} is shorter than {MIN_ID_PREFIX} digits")
-        found = [g for g in self if g.id.startswith(prefix) and rank in (None, g.rank)]
+        found = [g for g in self if g.id.startswith(prefix) and rank in (None, g.rank) and device in ("", g.device)]
         live = [g for g in found if g.state is State.READY] or found
         if not live:
             raise NotResidentError(f"no generation with id {prefix}", {"generation": prefix})
-        if len({(g.id, g.rank) for g in live}) > 1:
-            which = ", ".join(f"{g.id} ({g.rank.role})" for g in live)
+        if len({(g.id, g.rank, g.device) for g in live}) > 1:
+            which = ", ".join(f"{g.id} ({g.rank.role} on {g.device})" for g in live)
             raise BadRequestError(f"generation id {prefix} is ambiguous: {which}")
         return live[-1]
 
@@ -271,7 +282,7 @@ class Catalog:
             raise NotResidentError(f"no generation {name} in this life of the daemon", {"generation": name})
         return found
 
-    def by_digest(self, digest: str, recipe: Recipe, rank: Rank) -> Generation:
+    def by_digest(self, digest: str, recipe: Recipe, rank: Rank, device: str = "") -> Generation:
         """Raises NotResidentError if no generation was made from this content by this recipe, BadRequestError if
         several were: the recipe as asked leaves the configuration to the checkpoint's files."""
         found = [
@@ -280,12 +291,17 @@ class Catalog:
             if g.manifest
             and g.manifest.checkpoint_digest == digest
             and g.rank == rank
+            and device in ("", g.device)
             # Another spelling of the recipe may have led here as well: "auto" and the family's name.
             and recipe in {g.recipe, *(source.recipe for source in self.names(g))}
         ]
         live = [g for g in found if g.state is State.READY] or found
         if not live:
             raise NotResidentError(f"no generation of checkpoint digest {digest} with this recipe")
+        if len({g.device for g in live}) > 1:
+            raise BadRequestError(
+                f"checkpoint digest {digest} is resident on {', '.join(sorted({g.device for g in live}))}; name one"
+            )
         if len({g.id for g in live}) > 1:
             raise BadRequestError(
                 f"checkpoint digest {digest} with this recipe is ambiguous, since its configuration was read from "
@@ -301,7 +317,7 @@ class Catalog:
             for g in self
             if g.manifest is not None
             and g.state is State.READY
-            and g.rank == source.rank
+            and (g.rank, g.device) == (source.rank, source.device)
             and (g.recipe.quantization, g.recipe.compute_dtype, g.recipe.layout_version)
             == (wanted.quantization, wanted.compute_dtype, wanted.layout_version)
         )

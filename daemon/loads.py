@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from preload.protos import loader_pb2 as pb
 
 from . import wire
-from .capacity import Ledger, check_kernel_has, refusal
 from .config import DaemonConfig
+from .devices import HOST, Device, Devices
 from .errors import BadRequestError, CacheError, EvictedError, InternalError, TooManyError
 from .generations import Catalog, Generation, Phase, Progress, Receipt, Source, generation_id
 from .loader_process import LoaderProcess
 from .residency import Residency
-from .segments.host import HostSegment, all_closed
+from .segments import Segment
+from .segments.closer import all_closed
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,14 @@ class _Load:
 
     source: Source
     generation: Generation
+    device: Device
     evict_lru: bool
     task: asyncio.Task[Generation] = field(init=False)
     num_callers: int = 0
     is_running: bool = False
     cancel_reason: str = ""
     reserved_bytes: int = 0
-    segments: list[HostSegment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     tables: tuple[bytes, bytes] | None = None
 
     @property
@@ -90,10 +92,10 @@ class _Digest:
 class Loads:
     """Starts, joins and cancels loads; also runs the loader's other two modes, digest and verify."""
 
-    def __init__(self, catalog: Catalog, residency: Residency, ledger: Ledger, config: DaemonConfig) -> None:
+    def __init__(self, catalog: Catalog, residency: Residency, devices: Devices, config: DaemonConfig) -> None:
         self._catalog = catalog
         self._residency = residency
-        self._ledger = ledger
+        self._devices = devices
         self._loader_command = config.loader_command
         self._kernel_cache_dir = os.path.join(config.runtime_dir, "kernels")
         self.num_threads = config.loader_threads
@@ -102,13 +104,14 @@ class Loads:
         self._loaders = asyncio.Semaphore(config.max_loaders)
         self._num_verifying = 0
 
-    async def join(self, source: Source, device: str, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
-        """Progress of the source's load, which is started if there is none; the last item is its generation.
+    async def join(self, source: Source, evict_lru: bool) -> AsyncGenerator[Progress | Generation, None]:
+        """Progress of the source's load, which is started if there is none; the last item is its generation. The
+        caller has opened its device.
 
         Raises what the load failed with. When the last caller leaves, the load is cancelled."""
         while (load := self._loads.get(source)) and load.cancel_reason:
             await asyncio.wait({load.task})  # others gave it up: we wait for its end and begin anew
-        load = load or self._start(source, device, evict_lru)
+        load = load or self._start(source, evict_lru)
         load.num_callers += 1
         load.evict_lru |= evict_lru
         try:
@@ -146,9 +149,10 @@ class Loads:
             self._cancel(load, reason)
         await asyncio.gather(*(load.task for load in loads), return_exceptions=True)
 
-    def _start(self, source: Source, device: str, evict_lru: bool) -> _Load:
+    def _start(self, source: Source, evict_lru: bool) -> _Load:
         self._require_room()
-        load = _Load(source, self._catalog.begin(source, device), evict_lru)
+        device = self._devices.of(source.device)
+        load = _Load(source, self._catalog.begin(source), device, evict_lru)
         self._loads[source] = load
         load.task = asyncio.create_task(self._run(load))
         # Callers may all be gone when it fails; the failure is kept in the generation.
@@ -181,21 +185,23 @@ class Loads:
             self._loads.pop(load.source, None)
             for segment in load.segments:
                 segment.close()
-            self._ledger.release(load.reserved_bytes)
+            load.device.ledger.release(load.reserved_bytes)
         self._residency.fail(load.generation, failure)
         raise failure
 
     async def _run_loader(self, load: _Load) -> None:
         job = wire.job(pb.MODE_LOAD, load.source, self.num_threads)
-        job.kernel_cache_dir = self._kernel_cache_dir
+        job.granularity_bytes = load.device.granularity_bytes
+        if load.source.device == HOST:  # kernels for the host's processors
+            job.kernel_cache_dir = self._kernel_cache_dir
         loader = await LoaderProcess.start(self._loader_command, job)
         try:
             async with aclosing(loader.updates()) as updates:
                 async for update, fds in updates:
                     if update.WhichOneof("update") == "plan" and load.evict_lru:
-                        self._residency.make_room(sum(update.plan.segment_bytes))
+                        self._residency.make_room(sum(update.plan.segment_bytes), load.source.device)
                         await all_closed()
-                    self._on_update(load, loader, update, fds)
+                    await self._on_update(load, loader, update, fds)
             if load.tables is None:
                 raise await loader.death()
             # Its writable mappings end with the process: only then is the memory nobody's to write.
@@ -204,10 +210,10 @@ class Loads:
         finally:
             await loader.stop()
 
-    def _on_update(self, load: _Load, loader: LoaderProcess, update: pb.Update, fds: list[int]) -> None:
+    async def _on_update(self, load: _Load, loader: LoaderProcess, update: pb.Update, fds: list[int]) -> None:
         match update.WhichOneof("update"):
             case "plan":
-                self._allocate(load, update.plan.segment_bytes)
+                await self._allocate(load, update.plan.segment_bytes)
                 loader.send(pb.Grant(granted=True), [segment.fd for segment in load.segments])
             case "progress":
                 load.generation.progress = wire.progress(update.progress)
@@ -220,21 +226,21 @@ class Loads:
             case other:
                 raise InternalError(f"the loader sent {other} during a load")
 
-    def _allocate(self, load: _Load, segment_bytes: Sequence[int]) -> None:
-        """Reserves and creates what the loader asks for. Raises NoMemoryError, BadRequestError."""
+    async def _allocate(self, load: _Load, segment_bytes: Sequence[int]) -> None:
+        """Reserves and creates what the loader asks for. Raises NoMemoryError, BadRequestError, DeviceError."""
         if load.segments:
             raise InternalError("the loader sent a second plan")
         if len(segment_bytes) > _MAX_SEGMENTS:
             raise BadRequestError(f"{len(segment_bytes)} segments; a shard has at most {_MAX_SEGMENTS}")
         total = sum(segment_bytes)
-        self._ledger.reserve(total, self._residency.evictable_bytes())
+        if any(size % load.device.granularity_bytes for size in segment_bytes):
+            raise InternalError(f"the loader's segments are no multiples of {load.device.granularity_bytes} bytes")
+        load.device.ledger.reserve(total, self._residency.evictable_bytes(load.source.device))
         load.reserved_bytes = total
-        check_kernel_has(total, promised_bytes=sum(other.unfilled_bytes for other in self._loads.values()) - total)
+        others = [other for other in self._loads.values() if other is not load and other.device is load.device]
+        load.device.check_has(total, promised_bytes=sum(other.unfilled_bytes for other in others))
         for index, size in enumerate(segment_bytes):
-            try:
-                segment = HostSegment.allocate(size, f"{index}:{os.path.basename(load.source.path)}")
-            except OSError as error:
-                raise refusal(error, f"a segment of {size:,} bytes") from error
+            segment = await load.device.allocate(size, f"{index}:{os.path.basename(load.source.path)}")
             load.segments.append(segment)
 
     def _commit(self, load: _Load) -> Generation:
@@ -246,7 +252,7 @@ class Loads:
             segment.seal()
         segments, load.segments = load.segments, []
         reserved, load.reserved_bytes = load.reserved_bytes, 0
-        self._ledger.commit(reserved)
+        load.device.ledger.commit(reserved)
         return self._residency.commit(load.generation, load.source, manifest, segments, load.phases, receipts)
 
     async def digest(self, source: Source, outlines: frozenset[bytes]) -> AsyncGenerator[Progress | Digested, None]:
@@ -316,6 +322,7 @@ class Loads:
             os.write(table, generation.manifest.serialized)
             os.lseek(table, 0, os.SEEK_SET)
             job = wire.job(pb.MODE_VERIFY, source, self.num_threads)
+            job.device = generation.device
             fds = [table, *(segment.fd for segment in generation.segments)]
             loader = await LoaderProcess.start(self._loader_command, job, fds)
         finally:

@@ -18,11 +18,12 @@ from preload.protos import catalog_pb2 as pb
 
 from . import wire
 from .catalog_file import CatalogFile, CatalogFileError, CatalogVersionError
+from .devices import Devices
 from .errors import BadRequestError, CacheError
 from .generations import Catalog, Generation, Receipt, Source
 from .leases import Lease, LeaseBook
 from .notify import Notifier
-from .segments.host import HostSegment, is_sealed
+from .segments.cuda_vmm import DeviceInfo
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ class Revived:
 class Parking:
     """Owns the catalog file and the manifests' memfds; speaks to the keeper through `notifier`."""
 
-    def __init__(self, notifier: Notifier, catalog: Catalog, leases: LeaseBook, epoch: int) -> None:
+    def __init__(self, notifier: Notifier, catalog: Catalog, leases: LeaseBook, devices: Devices, epoch: int) -> None:
         self._notifier = notifier
         self._catalog = catalog
         self._leases = leases
+        self._devices = devices
         self._file: CatalogFile | None = None
         self._manifests: dict[Generation, int] = {}
         self.epoch = epoch
@@ -65,6 +67,8 @@ class Parking:
             self._file = CatalogFile(catalog_fd)
             parked = self._read_catalog(self._file)
             self.epoch = max(self.epoch, parked.epoch + 1)
+            for device in parked.devices:
+                self._devices.adopt(DeviceInfo(device.name, device.total_bytes, device.granularity_bytes))
             found = [revived for entry in parked.generations for revived in self._revive(entry, fds)]
         for name, fd in fds.items():
             log.warning("a parked descriptor that nothing describes is dropped: %s", name)
@@ -93,15 +97,16 @@ class Parking:
             log.warning("generation %s is dropped: %s did not come back", entry.id[:12], ", ".join(missing))
             return
         manifest_fd, *segment_fds = (fds[name] for name in names)
-        for fd, size in zip(segment_fds, entry.segment_bytes, strict=True):
-            if not is_sealed(fd) or os.fstat(fd).st_size != size:
-                log.warning("generation %s is dropped: a parked segment is not what was sealed", entry.id[:12])
-                return
-        segments = [HostSegment(fd, size) for fd, size in zip(segment_fds, entry.segment_bytes, strict=True)]
+        device = self._devices.of(entry.device)
+        revived = [device.revive(fd, size) for fd, size in zip(segment_fds, entry.segment_bytes, strict=True)]
+        segments = [segment for segment in revived if segment is not None]
+        if len(segments) != len(revived):
+            log.warning("generation %s is dropped: a parked segment is not what was sealed", entry.id[:12])
+            return
         serialized = os.pread(manifest_fd, os.fstat(manifest_fd).st_size, 0)
         try:
             generation = wire.revived_generation(entry, serialized, segments)
-            sources = [wire.revived_source(source) for source in entry.sources]
+            sources = [wire.revived_source(source, entry.device) for source in entry.sources]
         except CacheError as error:
             log.warning("generation %s is dropped: %s", entry.id[:12], error.message)
             return
@@ -120,10 +125,12 @@ class Parking:
         self._manifests[generation] = fd
         self._store(generation)
 
-    def _store(self, generation: Generation) -> None:
-        self._notifier.store(_manifest_name(generation.key), self._manifests[generation])
-        for index, segment in enumerate(generation.segments):
+    def _store(self, generation: Generation) -> bool:
+        """False if nobody listens: then nothing more is tried."""
+        return self._notifier.store(_manifest_name(generation.key), self._manifests[generation]) and all(
             self._notifier.store(_segment_name(generation.key, index), segment.fd)
+            for index, segment in enumerate(generation.segments)
+        )
 
     def drop(self, generation: Generation, num_segments: int) -> None:
         """Lets go of a generation that the catalog has forgotten; memory returns when nobody maps it any more."""
@@ -141,6 +148,10 @@ class Parking:
         if self._file is None:
             return
         message = pb.Catalog(format_version=FORMAT_VERSION, epoch=self.epoch)
+        for info in self._devices.described():
+            message.devices.add(
+                name=info.name, total_bytes=info.total_bytes, granularity_bytes=info.granularity_bytes
+            )
         for generation in self._manifests:
             bound = self._catalog.bindings(generation)
             message.generations.append(wire.parked_generation(generation, bound, self._leases.of(generation)))
@@ -160,12 +171,11 @@ class Parking:
             self.store_all()
 
     def store_all(self) -> None:
-        """Everything once more, with a keeper that knows nothing: descriptors first, then what describes them."""
-        if self._file is None:
-            return
-        for generation in self._manifests:
-            self._store(generation)
-        self._notifier.store(CATALOG_NAME, self._file.fd)
+        """Everything once more, with a keeper that knows nothing: descriptors first, then what describes them.
+
+        Begun anew with the next keeper if this one goes meanwhile."""
+        if self._file is not None and all(self._store(generation) for generation in self._manifests):
+            self._notifier.store(CATALOG_NAME, self._file.fd)
 
 
 def _unknown_version(what: str) -> BadRequestError:

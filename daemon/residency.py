@@ -1,6 +1,6 @@
 """What happens to generations after their load: commit, failure, retirement, eviction, and the books behind them.
 
-Every path on which memory comes or goes leads through here, so that ledger, catalog and leases always agree.
+Every path on which memory comes or goes leads through here, so that ledgers, catalog and leases always agree.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import asyncio
 import contextlib
 import logging
 
-from .capacity import Ledger
+from .devices import Devices
 from .disk import Disk
 from .errors import CacheError, CheckpointNotFoundError
 from .generations import Catalog, Generation, Manifest, Phase, Receipt, Source, State, generation_id
 from .leases import Event, Lease, LeaseBook
 from .parking import Parking, Revived
-from .segments.host import HostSegment
+from .segments import Segment
 
 log = logging.getLogger(__name__)
 
 
 class Residency:
-    """Moves generations through their states and keeps the ledger true."""
+    """Moves generations through their states and keeps the ledgers true."""
 
     def __init__(
         self,
         catalog: Catalog,
         leases: LeaseBook,
-        ledger: Ledger,
+        devices: Devices,
         parking: Parking,
         disk: Disk,
         configured: frozenset[Source],
@@ -37,7 +37,7 @@ class Residency:
         self._tasks: set[asyncio.Task[None]] = set()
         self._catalog = catalog
         self._leases = leases
-        self._ledger = ledger
+        self._devices = devices
         self.configured = configured
 
     def commit(
@@ -45,19 +45,19 @@ class Residency:
         generation: Generation,
         source: Source,
         manifest: Manifest,
-        segments: list[HostSegment],
+        segments: list[Segment],
         phases: list[Phase],
         receipts: list[Receipt],
     ) -> Generation:
         """LOADING → READY; a copy of what is READY already is dropped in favour of that one."""
         identity = generation_id(manifest.checkpoint_digest, manifest.resolved_recipe)
-        twin = self._catalog.twin(identity, generation.rank)
+        twin = self._catalog.twin(identity, generation.rank, generation.device)
         if twin is None:
             generation.commit(manifest, segments, phases)
             self._parking.park(generation)
             log.info("generation %s is READY: %s", generation.id[:12], source.path)
         else:
-            self._ledger.free(sum(s.size_bytes for s in segments))
+            self._devices.of(generation.device).ledger.free(sum(s.size_bytes for s in segments))
             for segment in segments:
                 segment.close()
             self._catalog.remove(generation)
@@ -96,7 +96,7 @@ class Residency:
         """Takes in what the last life parked: its leases wait for their holders to claim them."""
         generation = revived.generation
         self._catalog.adopt(generation)
-        self._ledger.adopt(generation.resident_bytes)
+        self._devices.of(generation.device).ledger.adopt(generation.resident_bytes)
         for source, receipts in revived.sources:
             self._catalog.bind(source, generation, receipts)
         for lease in revived.leases:
@@ -134,25 +134,27 @@ class Residency:
         self._parking.save()
         self._free_if_unused(lease.generation)
 
-    def make_room(self, num_bytes: int) -> None:
-        """Evicts unleased generations, least recently used first, only if that will be enough."""
-        if self._ledger.shortage(num_bytes) > self.evictable_bytes():
+    def make_room(self, num_bytes: int, device: str) -> None:
+        """Evicts unleased generations of a device, least recently used first, only if that will be enough."""
+        ledger = self._devices.of(device).ledger
+        if ledger.shortage(num_bytes) > self.evictable_bytes(device):
             return
-        for generation in sorted(self._evictable(), key=lambda g: g.last_used):
-            if self._ledger.shortage(num_bytes) == 0:
+        for generation in sorted(self._evictable(device), key=lambda g: g.last_used):
+            if ledger.shortage(num_bytes) == 0:
                 return
             log.info("evicting %s for %d bytes", generation.id[:12], num_bytes)
             self.retire(generation)
 
-    def evictable_bytes(self) -> int:
-        return sum(g.resident_bytes for g in self._evictable())
+    def evictable_bytes(self, device: str) -> int:
+        return sum(g.resident_bytes for g in self._evictable(device))
 
-    def _evictable(self) -> list[Generation]:
+    def _evictable(self, device: str) -> list[Generation]:
         """Models of the configuration are not evicted for others."""
         return [
             g
             for g in self._catalog
             if g.state is State.READY
+            and g.device == device
             and self.configured.isdisjoint(self._catalog.names(g))
             and not self._leases.of(g)
         ]
@@ -160,14 +162,14 @@ class Residency:
     def _free_if_unused(self, generation: Generation) -> bool:
         if self._leases.of(generation):
             return False
-        if generation.state is State.FAILED:
-            self._ledger.free(generation.lingering_bytes)
+        if generation.state is State.FAILED and generation.lingering_bytes:
+            self._devices.of(generation.device).ledger.free(generation.lingering_bytes)
             generation.lingering_bytes = 0
         if generation.state is not State.RETIRING:
             return False
         num_segments = len(generation.segments)
         self._catalog.remove(generation)
         self._parking.drop(generation, num_segments)
-        self._ledger.free(generation.free())
+        self._devices.of(generation.device).ledger.free(generation.free())
         log.info("generation %s is freed", generation.id[:12])
         return True

@@ -114,6 +114,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     await asyncio.gather(*background, probing, return_exceptions=True)
     handover.close()
     probes.close()
+    notifier.close()
 
 
 def _stop_asked() -> asyncio.Event:
@@ -145,7 +146,7 @@ async def _load(cache: WeightCache, metrics: Metrics, source: Source) -> None:
     """A model that fails is reported by /ready, and leaves the others alone."""
     try:
         with metrics.load():
-            async with aclosing(cache.load(source, "host", evict_lru=False)) as steps:
+            async with aclosing(cache.load(source, evict_lru=False)) as steps:
                 async for _ in steps:
                     pass
     except CacheError as error:
@@ -183,4 +184,4 @@ async def _end_unclaimed_leases(cache: WeightCache) -> None:
 
 
 def _describe_limit(cache: WeightCache) -> str:
-    return f"{cache.ledger.capacity_bytes:,} bytes for weights"
+    return f"{cache.devices.host.ledger.capacity_bytes:,} bytes for weights"

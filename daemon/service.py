@@ -16,7 +16,8 @@ from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
 from . import wire
-from .cache import Changed, Selector, WeightCache, require_device
+from .cache import Changed, Selector, WeightCache
+from .devices import checked_name
 from .errors import BadRequestError, CacheError
 from .generations import Generation, Progress
 from .leases import Lease
@@ -37,10 +38,10 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
         self._http_address = http_address
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> AsyncIterator[pb.LoadEvent]:  # noqa: N802
-        source = wire.source(request.checkpoint_path, request.recipe, request.rank)
+        source = wire.source(request.checkpoint_path, request.recipe, request.rank, request.device)
         evict_lru = request.evict == pb.EVICT_POLICY_LRU
         with self._metrics.load():
-            async with aclosing(self._cache.load(source, request.device or "host", evict_lru)) as steps:
+            async with aclosing(self._cache.load(source, evict_lru)) as steps:
                 async for step in steps:
                     if isinstance(step, Progress):
                         yield pb.LoadEvent(progress=wire.progress_message(step))
@@ -54,8 +55,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
     ) -> AsyncIterator[pb.AttachEvent]:
         opening = await _first(request_iterator)
         started_s = time.monotonic()
-        require_device(opening.device or "host")
-        selector = _selector(opening.selector)
+        selector = _selector(opening.selector, opening.device)
         lease, ticket = await self._cache.attach(
             selector, opening.pid, wire.client_name(opening.client), opening.reclaim_secret
         )
@@ -91,7 +91,6 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
         )
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:  # noqa: N802
-        ledger = self._cache.ledger
         return pb.ListResponse(
             generations=[self._describe(generation) for generation in self._cache.catalog],
             devices=[
@@ -101,6 +100,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                     resident_bytes=ledger.resident_bytes,
                     reserved_bytes=ledger.reserved_bytes,
                 )
+                for ledger in (device.ledger for device in self._cache.devices)
             ],
             epoch=self._cache.epoch,
             pid=os.getpid(),
@@ -140,8 +140,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckResponse:  # noqa: N802
         try:
-            require_device(request.device or "host")
-            generation = await self._cache.resolve(_selector(request.selector))
+            generation = await self._cache.resolve(_selector(request.selector, request.device))
         except CacheError as error:
             return pb.CheckResponse(failure=wire.error_info(error))
         return pb.CheckResponse(ok=True, generation_id=generation.id)
@@ -158,19 +157,24 @@ def _version() -> str:
     return version("preload-llm")
 
 
-def _selector(message: pb.Selector) -> Selector:
+def _selector(message: pb.Selector, device: str = "") -> Selector:
+    """`device` counts if the message names none."""
+    device = message.device or device
+    if device:
+        checked_name(device)
     match message.WhichOneof("by"):
         case "checkpoint_path":
-            return Selector(source=wire.source(message.checkpoint_path, message.recipe, message.rank))
+            return Selector(source=wire.source(message.checkpoint_path, message.recipe, message.rank, device))
         case "checkpoint_digest" if message.checkpoint_digest:
             return Selector(
                 digest=message.checkpoint_digest,
                 recipe=wire.recipe(message.recipe),
                 rank=wire.rank(message.rank),
+                device=device,
             )
         case "generation_id" if message.generation_id:
             rank = wire.rank(message.rank) if message.HasField("rank") else None
-            return Selector(generation_id=message.generation_id, rank=rank)
+            return Selector(generation_id=message.generation_id, rank=rank, device=device)
     raise BadRequestError("the selector names neither a checkpoint nor a generation")
 
 

@@ -13,10 +13,11 @@ from preload.protos import catalog_pb2 as catalog
 from preload.protos import loader_pb2 as loader
 from preload.protos import weight_cache_pb2 as pb
 
-from .errors import BY_REASON, BadRequestError, CacheError, InternalError
+from .devices import HOST, checked_name
+from .errors import BY_REASON, BadRequestError, CacheError, InternalError, TooManyError
 from .generations import Generation, Manifest, Phase, Progress, Rank, Receipt, Recipe, Source, State, generation_id
 from .leases import Event, Lease
-from .segments.host import HostSegment
+from .segments import Segment
 
 _ROLES = ("target", "draft")
 _MAX_CLIENT_CHARS = 200
@@ -55,14 +56,16 @@ def rank(message: pb.Rank) -> Rank:
     return Rank(**pairs, role=role)
 
 
-def source(path: str, recipe_message: pb.Recipe, rank_message: pb.Rank) -> Source:
-    """Raises BadRequestError on a path that is not absolute, or too long for the system."""
+def source(path: str, recipe_message: pb.Recipe, rank_message: pb.Rank, device: str) -> Source:
+    """Raises BadRequestError on a path that is not absolute, or too long for the system, and on a device's name that
+    is none. An empty device is the host."""
     _require_size("checkpoint path", path, _MAX_PATH_BYTES)
     if not os.path.isabs(path) or "\0" in path:
         raise BadRequestError(f"checkpoint path {path!r} is not absolute", {"path": path})
     if ".." in path.split("/"):  # with symbolic links in it, its meaning cannot be told from its text
         raise BadRequestError(f"checkpoint path {path!r} has '..' in it; resolve it first", {"path": path})
-    return Source(os.path.normpath(path), recipe(recipe_message), rank(rank_message))
+    where = checked_name(device or HOST)
+    return Source(os.path.normpath(path), recipe(recipe_message), rank(rank_message), where)
 
 
 def _require_size(what: str, text: str, limit_bytes: int) -> None:
@@ -153,6 +156,7 @@ def job(mode: loader.Mode.ValueType, of: Source, num_threads: int) -> loader.Job
         rank=rank_message(of.rank),
         spawned_at_ns=time.monotonic_ns(),
         num_threads=num_threads,
+        device=of.device,
     )
 
 
@@ -189,7 +193,8 @@ def phase_messages(values: Sequence[Phase]) -> list[pb.Phase]:
 
 def segment_messages(generation: Generation) -> list[pb.Segment]:
     return [
-        pb.Segment(index=i, size_bytes=s.size_bytes, backend=s.backend) for i, s in enumerate(generation.segments)
+        pb.Segment(index=i, size_bytes=s.size_bytes, backend=s.backend, device=generation.device)
+        for i, s in enumerate(generation.segments)
     ]
 
 
@@ -264,9 +269,7 @@ def parked_generation(
     )
 
 
-def revived_generation(
-    message: catalog.ParkedGeneration, serialized: bytes, segments: list[HostSegment]
-) -> Generation:
+def revived_generation(message: catalog.ParkedGeneration, serialized: bytes, segments: list[Segment]) -> Generation:
     """Raises InternalError if the manifest and the segments do not belong together."""
     found = manifest(serialized, [segment.size_bytes for segment in segments])
     if generation_id(found.checkpoint_digest, found.resolved_recipe) != message.id:
@@ -286,8 +289,8 @@ def revived_generation(
     )
 
 
-def revived_source(message: catalog.ParkedSource) -> tuple[Source, list[Receipt]]:
-    return source(message.path, message.recipe, message.rank), [receipt(r) for r in message.receipts]
+def revived_source(message: catalog.ParkedSource, device: str) -> tuple[Source, list[Receipt]]:
+    return source(message.path, message.recipe, message.rank, device), [receipt(r) for r in message.receipts]
 
 
 def revived_lease(message: catalog.ParkedLease, generation: Generation) -> Lease:
@@ -305,6 +308,7 @@ def revived_lease(message: catalog.ParkedLease, generation: Generation) -> Lease
 
 
 def event_message(event: Event, successor: str) -> pb.AttachEvent:
+    """Raises TooManyError in place of a message that a lease is ended: its stream ends with it."""
     match event:
         case Event.RETIRING:
             return pb.AttachEvent(retiring=pb.Retiring())
@@ -312,3 +316,5 @@ def event_message(event: Event, successor: str) -> pb.AttachEvent:
             return pb.AttachEvent(superseded=pb.Superseded(generation_id=successor))
         case Event.DRAINING:
             return pb.AttachEvent(draining=pb.Draining())
+        case Event.ENDED:
+            raise TooManyError(f"this lease was ended: {successor}")

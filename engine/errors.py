@@ -20,6 +20,7 @@ PreloadError
 │   ├── EvictedError
 │   ├── TooManyError
 │   └── InternalDaemonError
+├── DeviceError              a GPU cannot be used: here, or by the daemon
 ├── ManifestError            resident tensors are not what this engine expects
 └── CoreError                the engine core cannot go on
 """
@@ -157,6 +158,13 @@ class InternalDaemonError(DaemonError):
     reason = pb.INTERNAL
 
 
+class DeviceError(PreloadError):
+    """Raised when a GPU cannot be used: no driver, no such device, or a call that failed. The caller should use
+    another device, or fix this one."""
+
+    reason = pb.NO_DEVICE
+
+
 class ManifestError(PreloadError):
     """Raised when resident tensors are not what this engine expects; names the tensor."""
 
@@ -172,7 +180,7 @@ _BY_REASON: dict[int, type[PreloadError]] = {
     for cls in (
         RequestError, CheckpointError, CheckpointNotFoundError, CheckpointChangedError, NotResidentError,
         StillLoadingError, LoadFailedError, RetiringError, NoMemoryError, LoaderDiedError, CorruptedError,
-        NotAllowedError, BadTicketError, DrainingError, EvictedError, TooManyError, InternalDaemonError,
+        NotAllowedError, BadTicketError, DrainingError, EvictedError, TooManyError, DeviceError, InternalDaemonError,
     )
 }  # fmt: skip
 

@@ -25,19 +25,21 @@ _sym_db = _symbol_database.Default()
 from preload.protos import weight_cache_pb2 as preload_dot_protos_dot_weight__cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpreload/protos/catalog.proto\x12\x12preload.catalog.v1\x1a!preload/protos/weight_cache.proto\"k\n\x07\x43\x61talog\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x39\n\x0bgenerations\x18\x03 \x03(\x0b\x32$.preload.catalog.v1.ParkedGeneration\"\xf1\x02\n\x10ParkedGeneration\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08retiring\x18\x03 \x01(\x08\x12/\n\x06recipe\x18\x04 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x05 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x15\n\rsegment_bytes\x18\x07 \x03(\x04\x12\x33\n\x0bload_phases\x18\x08 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\x12\x14\n\x0cnum_attaches\x18\t \x01(\x04\x12\x31\n\x07sources\x18\n \x03(\x0b\x32 .preload.catalog.v1.ParkedSource\x12/\n\x06leases\x18\x0b \x03(\x0b\x32\x1f.preload.catalog.v1.ParkedLease\"\xae\x01\n\x0cParkedSource\x12\x0c\n\x04path\x18\x01 \x01(\t\x12/\n\x06recipe\x18\x02 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x03 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x32\n\x08receipts\x18\x04 \x03(\x0b\x32 .preload.weight_cache.v1.Receipt\"\x86\x01\n\x0bParkedLease\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0e\n\x06mapped\x18\x05 \x01(\x08\x12.\n\x06phases\x18\x06 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phaseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpreload/protos/catalog.proto\x12\x12preload.catalog.v1\x1a!preload/protos/weight_cache.proto\"\x9e\x01\n\x07\x43\x61talog\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x39\n\x0bgenerations\x18\x03 \x03(\x0b\x32$.preload.catalog.v1.ParkedGeneration\x12\x31\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32 .preload.catalog.v1.ParkedDevice\"L\n\x0cParkedDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x19\n\x11granularity_bytes\x18\x03 \x01(\x04\"\xf1\x02\n\x10ParkedGeneration\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\x12\x10\n\x08retiring\x18\x03 \x01(\x08\x12/\n\x06recipe\x18\x04 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x05 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x15\n\rsegment_bytes\x18\x07 \x03(\x04\x12\x33\n\x0bload_phases\x18\x08 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\x12\x14\n\x0cnum_attaches\x18\t \x01(\x04\x12\x31\n\x07sources\x18\n \x03(\x0b\x32 .preload.catalog.v1.ParkedSource\x12/\n\x06leases\x18\x0b \x03(\x0b\x32\x1f.preload.catalog.v1.ParkedLease\"\xae\x01\n\x0cParkedSource\x12\x0c\n\x04path\x18\x01 \x01(\t\x12/\n\x06recipe\x18\x02 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x03 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x32\n\x08receipts\x18\x04 \x03(\x0b\x32 .preload.weight_cache.v1.Receipt\"\x86\x01\n\x0bParkedLease\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x63lient\x18\x04 \x01(\t\x12\x0e\n\x06mapped\x18\x05 \x01(\x08\x12.\n\x06phases\x18\x06 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phaseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'preload.protos.catalog_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CATALOG']._serialized_start=87
-  _globals['_CATALOG']._serialized_end=194
-  _globals['_PARKEDGENERATION']._serialized_start=197
-  _globals['_PARKEDGENERATION']._serialized_end=566
-  _globals['_PARKEDSOURCE']._serialized_start=569
-  _globals['_PARKEDSOURCE']._serialized_end=743
-  _globals['_PARKEDLEASE']._serialized_start=746
-  _globals['_PARKEDLEASE']._serialized_end=880
+  _globals['_CATALOG']._serialized_start=88
+  _globals['_CATALOG']._serialized_end=246
+  _globals['_PARKEDDEVICE']._serialized_start=248
+  _globals['_PARKEDDEVICE']._serialized_end=324
+  _globals['_PARKEDGENERATION']._serialized_start=327
+  _globals['_PARKEDGENERATION']._serialized_end=696
+  _globals['_PARKEDSOURCE']._serialized_start=699
+  _globals['_PARKEDSOURCE']._serialized_end=873
+  _globals['_PARKEDLEASE']._serialized_start=876
+  _globals['_PARKEDLEASE']._serialized_end=1010
 # @@protoc_insertion_point(module_scope)

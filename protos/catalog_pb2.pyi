@@ -29,26 +29,60 @@ class Catalog(_message.Message):
     FORMAT_VERSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
     """1"""
     epoch: _builtins.int
     """of the life that wrote it"""
     @_builtins.property
     def generations(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParkedGeneration]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParkedDevice]:
+        """those besides the host"""
+
     def __init__(
         self,
         *,
         format_version: _builtins.int = ...,
         epoch: _builtins.int = ...,
         generations: _abc.Iterable[Global___ParkedGeneration] | None = ...,
+        devices: _abc.Iterable[Global___ParkedDevice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "format_version", b"format_version", "generations", b"generations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "epoch", b"epoch", "format_version", b"format_version", "generations", b"generations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Catalog: _TypeAlias = Catalog  # noqa: Y015
+
+@_typing.final
+class ParkedDevice(_message.Message):
+    """A GPU as its driver described it, so that the next life need not ask before it serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    GRANULARITY_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """as in weight_cache.v1.Selector"""
+    total_bytes: _builtins.int
+    granularity_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        total_bytes: _builtins.int = ...,
+        granularity_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granularity_bytes", b"granularity_bytes", "name", b"name", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkedDevice: _TypeAlias = ParkedDevice  # noqa: Y015
 
 @_typing.final
 class ParkedGeneration(_message.Message):

@@ -56,6 +56,8 @@ class Job(_message.Message):
     NUM_THREADS_FIELD_NUMBER: _builtins.int
     KERNEL_CACHE_DIR_FIELD_NUMBER: _builtins.int
     OUTLINES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    GRANULARITY_BYTES_FIELD_NUMBER: _builtins.int
     mode: Global___Mode.ValueType
     checkpoint_path: _builtins.str
     spawned_at_ns: _builtins.int
@@ -63,6 +65,10 @@ class Job(_message.Message):
     num_threads: _builtins.int
     kernel_cache_dir: _builtins.str
     """Load only: where to keep compiled kernels, so that engines find them there. Empty: compile none."""
+    device: _builtins.str
+    """Load and verify: where the segments are, "host" (also when empty) or a GPU as in weight_cache.v1.Selector."""
+    granularity_bytes: _builtins.int
+    """load only: sizes of segments are multiples of it; 0 = the page size"""
     @_builtins.property
     def recipe(self) -> _weight_cache_pb2.Recipe: ...
     @_builtins.property
@@ -82,10 +88,12 @@ class Job(_message.Message):
         num_threads: _builtins.int = ...,
         kernel_cache_dir: _builtins.str = ...,
         outlines: _abc.Iterable[_builtins.bytes] | None = ...,
+        device: _builtins.str = ...,
+        granularity_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "outlines", b"outlines", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "device", b"device", "granularity_bytes", b"granularity_bytes", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "outlines", b"outlines", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

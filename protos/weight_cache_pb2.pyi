@@ -123,6 +123,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """a bug"""
     TOO_MANY: _ErrorReason.ValueType  # 17
     """leases, loads or connections"""
+    NO_DEVICE: _ErrorReason.ValueType  # 18
+    """no driver, no such device, or a device that failed"""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper): ...
 
@@ -161,6 +163,8 @@ INTERNAL: ErrorReason.ValueType  # 16
 """a bug"""
 TOO_MANY: ErrorReason.ValueType  # 17
 """leases, loads or connections"""
+NO_DEVICE: ErrorReason.ValueType  # 18
+"""no driver, no such device, or a device that failed"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
@@ -260,9 +264,14 @@ class Selector(_message.Message):
     GENERATION_ID_FIELD_NUMBER: _builtins.int
     RECIPE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     checkpoint_path: _builtins.str
     checkpoint_digest: _builtins.str
     generation_id: _builtins.str
+    device: _builtins.str
+    """Where it is resident: "host", or a GPU by its UUID ("cuda:GPU-1234abcd-…"), never by an index. Empty: the host for
+    a checkpoint path; for the others any device, if it is resident on one only.
+    """
     @_builtins.property
     def recipe(self) -> Global___Recipe: ...
     @_builtins.property
@@ -275,10 +284,11 @@ class Selector(_message.Message):
         generation_id: _builtins.str = ...,
         recipe: Global___Recipe | None = ...,
         rank: Global___Rank | None = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "checkpoint_digest", b"checkpoint_digest", "checkpoint_path", b"checkpoint_path", "generation_id", b"generation_id", "rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "checkpoint_digest", b"checkpoint_digest", "checkpoint_path", b"checkpoint_path", "generation_id", b"generation_id", "rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "checkpoint_digest", b"checkpoint_digest", "checkpoint_path", b"checkpoint_path", "device", b"device", "generation_id", b"generation_id", "rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_by: _TypeAlias = _typing.Literal["checkpoint_path", "checkpoint_digest", "generation_id"]  # noqa: Y015
     _WhichOneofArgType_by: _TypeAlias = _typing.Literal["by", b"by"]  # noqa: Y015
@@ -297,7 +307,7 @@ class LoadRequest(_message.Message):
     EVICT_FIELD_NUMBER: _builtins.int
     checkpoint_path: _builtins.str
     device: _builtins.str
-    """"host" (also when empty)"""
+    """"host" (also when empty), or a GPU as in Selector"""
     evict: Global___EvictPolicy.ValueType
     @_builtins.property
     def recipe(self) -> Global___Recipe: ...
@@ -442,7 +452,7 @@ class AttachOpen(_message.Message):
     client: _builtins.str
     """what the holder calls itself, at most 200 characters"""
     device: _builtins.str
-    """"host" (also when empty)"""
+    """in place of the selector's, if that is empty"""
     reclaim_secret: _builtins.bytes
     """The secret of a lease from an earlier life of the daemon: takes that lease again, also if its generation is
     RETIRING meanwhile. One that the daemon does not know asks for a new lease.
@@ -653,20 +663,24 @@ class Segment(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     size_bytes: _builtins.int
     backend: _builtins.str
-    """"host": a sealed memfd"""
+    """"host": a sealed memfd; "cuda_vmm": memory of a GPU, to be imported and mapped read-only"""
+    device: _builtins.str
+    """"host", or the UUID of the GPU as in Selector; its size is a multiple of the granularity"""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         backend: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "index", b"index", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "device", b"device", "index", b"index", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1209,6 +1223,7 @@ class CheckRequest(_message.Message):
     SELECTOR_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
+    """in place of the selector's, if that is empty"""
     @_builtins.property
     def selector(self) -> Global___Selector: ...
     def __init__(

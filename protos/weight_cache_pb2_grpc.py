@@ -81,7 +81,7 @@ class WeightCacheServicer:
         killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
         The last event is `loaded`.
         Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED, NO_DEVICE),
         ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

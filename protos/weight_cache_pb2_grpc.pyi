@@ -44,7 +44,7 @@ class WeightCacheStub:
     killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
     The last event is `loaded`.
     Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED, NO_DEVICE),
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _grpc.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]
@@ -89,7 +89,7 @@ class WeightCacheAsyncStub(WeightCacheStub):
     killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
     The last event is `loaded`.
     Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+    RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED, NO_DEVICE),
     ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
     """
     Attach: _aio.StreamStreamMultiCallable[_weight_cache_pb2.AttachRequest, _weight_cache_pb2.AttachEvent]  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class WeightCacheServicer(metaclass=_abc_1.ABCMeta):
         killed and its memory returned. Idempotent: a resident generation answers at once, without reading.
         The last event is `loaded`.
         Errors: INVALID_ARGUMENT (BAD_REQUEST, BAD_CHECKPOINT), NOT_FOUND (CHECKPOINT_NOT_FOUND),
-        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED),
+        RESOURCE_EXHAUSTED (NO_MEMORY, TOO_MANY), FAILED_PRECONDITION (CHECKPOINT_CHANGED, NO_DEVICE),
         ABORTED (LOADER_DIED, EVICTED), UNAVAILABLE (DRAINING).
         """
 

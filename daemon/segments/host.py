@@ -7,13 +7,12 @@ descriptor; it never maps the memory.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
-from concurrent.futures import ThreadPoolExecutor
+
+from .closer import close_later
 
 _MAX_NAME_BYTES = 249
-_closer = ThreadPoolExecutor(1, thread_name_prefix="preload-free")
 _LAYOUT_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x0010
 """Linux 5.1; not in Python's fcntl before 3.13. No new writable mapping and no write(); the loader's own
@@ -59,12 +58,7 @@ class HostSegment:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
-        """Lets go of the descriptor. Freeing memory takes the kernel 60 ms a GiB, so it happens in a thread."""
+        """Lets go of the descriptor, in a thread."""
         if self.fd >= 0:
-            _closer.submit(os.close, self.fd)
+            close_later(self.fd)
             self.fd = -1
-
-
-async def all_closed() -> None:
-    """Returns when every segment closed so far has been let go of."""
-    await asyncio.wrap_future(_closer.submit(lambda: None))

@@ -7,7 +7,6 @@ the writer; the daemon's weights cannot change.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from preload.engine.cuda.devices import HOST, resolve_device
+from preload.engine.errors import BadTicketError
 from preload.engine.places import default_runtime_dir
 from preload.engine.recipe import Recipe
 from preload.engine.timeline import Phase, Timeline, now_ns
@@ -23,21 +24,21 @@ from preload.protos import weight_cache_pb2 as pb
 from .binding import bind
 from .control import make_selector
 from .lease import Lease
-from .mapping import fetch_descriptors, map_segments
+from .mapping import Mapped, fetch_descriptors, map_segments, sizes_of
 
 
 @dataclass(eq=False)
 class Attachment:
     """Resident weights mapped into this process, and the lease on them.
 
-    `tensors` is what `attach` was asked for: torch tensors, numpy arrays, or memoryviews. They stay valid as long as
-    they are referenced, also after `close`, which gives back the lease only."""
+    `tensors` is what `attach` was asked for: torch tensors, numpy arrays, memoryviews, or arrays of device memory.
+    They stay valid as long as they are referenced, also after `close`, which gives back the lease only."""
 
     lease: Lease
     manifest: pb.Manifest
     tensors: Mapping[str, Any]
     timings: list[Phase]
-    _segments: list[mmap.mmap]
+    _segments: Mapped
 
     @property
     def generation_id(self) -> str:
@@ -45,7 +46,13 @@ class Attachment:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(len(segment) for segment in self._segments)
+        return sum(sizes_of(self._segments))
+
+    @property
+    def device(self) -> str:
+        """ "host", or the name of the GPU whose memory this is."""
+        segments = self.lease.attached.segments
+        return segments[0].device if segments else HOST
 
     @cached_property
     def layouts(self) -> dict[str, str]:
@@ -75,6 +82,7 @@ def attach(
     checkpoint_digest: str | None = None,
     recipe: Recipe | None = None,
     role: str = "",
+    device: str = "",
     runtime_dir: str | None = None,
     tensors: str = "torch",
     client: str = "preload client",
@@ -84,7 +92,10 @@ def attach(
 
     `role` is "target" (also when empty, but by id, where it then has to be the only one), or "draft" for a model
     that only guesses for another.
-    `tensors` is "torch", "numpy" or "buffers"; only "torch" imports torch. `timeout_s` bounds the daemon's answer,
+    `device` is "host" (also when empty, but by id or digest, where it then has to be resident on one device only),
+    "cuda:<index>" in this process's view, or a GPU's UUID.
+    `tensors` is "torch", "numpy", "buffers", or, of a GPU's memory, "device": objects with the CUDA array interface.
+    Only "torch" imports torch; a GPU's memory needs it with CUDA. `timeout_s` bounds the daemon's answer,
     which is immediate unless files were touched and have to be hashed again.
     Raises PreloadError: see engine/errors.py for which and why."""
     runtime_dir = runtime_dir or default_runtime_dir()
@@ -95,7 +106,18 @@ def attach(
         checkpoint_digest=checkpoint_digest,
         recipe=recipe,
         rank=pb.Rank(role=role) if role else None,
+        device=resolve_device(device) if device else "",
     )
+    try:
+        return _attach(runtime_dir, selector, client, timeout_s, tensors, timeline)
+    except BadTicketError:
+        # Lost between the lease and the hand-over: the daemon was restarted, or hung up on the lease. Once is chance.
+        return _attach(runtime_dir, selector, client, timeout_s, tensors, Timeline())
+
+
+def _attach(
+    runtime_dir: str, selector: pb.Selector, client: str, timeout_s: float, tensors: str, timeline: Timeline
+) -> Attachment:
     start_ns = now_ns()
     lease = Lease(runtime_dir, pb.AttachOpen(selector=selector, pid=os.getpid(), client=client), timeout_s)
     timeline.add("attach", start_ns)

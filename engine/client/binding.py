@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from preload.engine.errors import ManifestError, RequestError
+from preload.engine.cuda.views import DeviceArray, DeviceSegments
+from preload.engine.errors import DeviceError, ManifestError, RequestError
 from preload.protos import weight_cache_pb2 as pb
+
+from .mapping import Mapped, sizes_of
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
@@ -24,22 +27,18 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of every dtype a manifest may name."""
 
+Buffer = mmap.mmap | memoryview
+
 Maker = Callable[[str, tuple[int, ...], tuple[int, ...], int, int], Any]
 """(dtype, shape, stride in elements, segment, offset in bytes) → a view; segment −1 for a tensor without elements."""
 
 
-def bind(manifest: pb.Manifest, segments: Sequence[mmap.mmap], kind: str) -> dict[str, Any]:
-    """Every tensor of a manifest by name, as "torch" tensors, "numpy" arrays or read-only "buffers" (memoryviews of
-    bytes). Raises ManifestError naming a tensor that does not fit, RequestError on another kind."""
-    makers: dict[str, Callable[[Sequence[mmap.mmap]], Maker]] = {
-        "torch": _torch_maker,
-        "numpy": _numpy_maker,
-        "buffers": _buffer_maker,
-    }
-    if kind not in makers:
-        raise RequestError(f"unknown kind of tensors {kind!r}; known are {', '.join(makers)}")
-    make = makers[kind](segments)
-    sizes = [len(segment) for segment in segments]
+def bind(manifest: pb.Manifest, segments: Mapped, kind: str) -> dict[str, Any]:
+    """Every tensor of a manifest by name, as "torch" tensors, "numpy" arrays, read-only "buffers" (memoryviews of
+    bytes), or "device" arrays. Raises ManifestError naming a tensor that does not fit, RequestError on another kind,
+    DeviceError on one that the memory of a device cannot be."""
+    make = _maker(segments, kind)
+    sizes = sizes_of(segments)
     tensors = {}
     for tensor in manifest.tensors:
         # Each field is read once: with ten thousand tensors, reading a message is what this loop costs.
@@ -59,7 +58,65 @@ def bind(manifest: pb.Manifest, segments: Sequence[mmap.mmap], kind: str) -> dic
     return tensors
 
 
-def _torch_maker(segments: Sequence[mmap.mmap]) -> Maker:
+def _maker(segments: Mapped, kind: str) -> Maker:
+    makers: dict[str, Callable[[Sequence[Buffer]], Maker]] = {
+        "torch": _torch_maker,
+        "numpy": _numpy_maker,
+        "buffers": _buffer_maker,
+    }
+    if kind not in (*makers, "device"):
+        raise RequestError(f"unknown kind of tensors {kind!r}; known are {', '.join(makers)} and device")
+    if isinstance(segments, list):
+        if kind == "device":
+            raise RequestError("these weights are in host memory: there are no device arrays of them")
+        return makers[kind](segments)
+    if kind == "device":
+        return _device_maker(segments)
+    if kind == "torch" and not segments.device.is_emulated:
+        return _cuda_maker(segments)
+    return makers[kind](segments.host_views())
+
+
+def _cuda_maker(segments: DeviceSegments) -> Maker:
+    """Views of device memory by torch, which reads the CUDA array interface of one whole segment at a time."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"these weights are in memory of {segments.device.name}, and this torch ({torch.__version__}) has no "
+            "CUDA: install a build that has"
+        )
+    where = torch.device("cuda", segments.device.index)
+    bases: dict[tuple[int, str], torch.Tensor] = {}
+
+    def base(segment: int, dtype: str) -> torch.Tensor:
+        size = segments.sizes[segment]
+        whole = DeviceArray(segments.addresses[segment], "uint8", (size,), size, 1, segments)
+        view = torch.as_tensor(whole, device=where).view(getattr(torch, dtype))
+        bases[segment, dtype] = view
+        return view
+
+    def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> torch.Tensor:
+        if segment < 0:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=where)
+        view = bases.get((segment, dtype))
+        if view is None:
+            view = base(segment, dtype)
+        return view.as_strided(shape, stride, offset // ITEM_BYTES[dtype])
+
+    return make
+
+
+def _device_maker(segments: DeviceSegments) -> Maker:
+    def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> DeviceArray:
+        address = segments.addresses[segment] + offset if segment >= 0 else 0
+        item_bytes = ITEM_BYTES[dtype]
+        return DeviceArray(address, dtype, shape, math.prod(shape) * item_bytes, item_bytes, segments)
+
+    return make
+
+
+def _torch_maker(segments: Sequence[Buffer]) -> Maker:
     import torch
 
     bases: dict[tuple[int, str], torch.Tensor] = {}
@@ -83,7 +140,7 @@ def _torch_maker(segments: Sequence[mmap.mmap]) -> Maker:
     return make
 
 
-def _numpy_maker(segments: Sequence[mmap.mmap]) -> Maker:
+def _numpy_maker(segments: Sequence[Buffer]) -> Maker:
     import numpy as np
 
     def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> Any:
@@ -97,7 +154,7 @@ def _numpy_maker(segments: Sequence[mmap.mmap]) -> Maker:
     return make
 
 
-def _buffer_maker(segments: Sequence[mmap.mmap]) -> Maker:
+def _buffer_maker(segments: Sequence[Buffer]) -> Maker:
     views = [memoryview(segment) for segment in segments]
 
     def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> memoryview:

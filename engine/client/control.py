@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from preload.engine.cuda.devices import resolve_device
 from preload.engine.errors import RequestError, from_proto
 from preload.engine.places import default_runtime_dir
 from preload.engine.recipe import Recipe
@@ -24,9 +25,11 @@ def make_selector(
     checkpoint_digest: str | None = None,
     recipe: Recipe | None = None,
     rank: pb.Rank | None = None,
+    device: str = "",
 ) -> pb.Selector:
-    """Names a generation by exactly one of its three names. Raises RequestError otherwise."""
-    selector = pb.Selector(recipe=(recipe or Recipe()).to_proto(), rank=rank)
+    """Names a generation by exactly one of its three names, and by its device as `resolve_device` calls it. Raises
+    RequestError otherwise."""
+    selector = pb.Selector(recipe=(recipe or Recipe()).to_proto(), rank=rank, device=device)
     if sum(name is not None for name in (checkpoint, generation_id, checkpoint_digest)) != 1:
         raise RequestError("name a generation by a checkpoint, a generation id or a checkpoint digest: one of them")
     if checkpoint is not None:
@@ -78,16 +81,19 @@ class Control:
         recipe: Recipe,
         *,
         role: str = "target",
+        device: str = "host",
         evict_lru: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[pb.LoadEvent]:
-        """Makes a checkpoint resident; yields progress, and the loaded generation last.
+        """Makes a checkpoint resident; yields progress, and the loaded generation last. `device`: "host",
+        "cuda:<index>" in this process's view, or a GPU's UUID.
 
         Leaving the iteration early cancels the load, unless somebody else waits for it too."""
         request = pb.LoadRequest(
             checkpoint_path=absolute(checkpoint),
             recipe=recipe.to_proto(),
             rank=pb.Rank(role=role),
+            device=resolve_device(device),
             evict=pb.EVICT_POLICY_LRU if evict_lru else pb.EVICT_POLICY_NONE,
         )
         return typed_stream(self._stub.Load(request, timeout=timeout_s), self.runtime_dir)

@@ -173,7 +173,8 @@ class Lease:
         opening = pb.AttachOpen()
         opening.CopyFrom(self._opening)
         rank = self._opening.selector.rank
-        opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id, rank=rank))
+        device = self.attached.segments[0].device if self.attached.segments else self._opening.selector.device
+        opening.selector.CopyFrom(pb.Selector(generation_id=self.attached.generation_id, rank=rank, device=device))
         opening.reclaim_secret = self.attached.reclaim_secret
         try:
             stream = _Stream(self._runtime_dir, opening)

@@ -1,4 +1,5 @@
-"""Segments mapped into this process: each once, read-only, straight from its descriptor."""
+"""Segments mapped into this process: each once, read-only, straight from its descriptor. Host memory by mmap, device
+memory by the driver: see engine/cuda."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from preload.engine.cuda.views import DeviceSegments
 from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, NotAllowedError, from_proto
 from preload.protos import weight_cache_pb2 as pb
 
@@ -40,13 +42,25 @@ def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> 
     return fds
 
 
-def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> list[mmap.mmap]:
+Mapped = list[mmap.mmap] | DeviceSegments
+"""A shard's segments: the host's, or a device's."""
+
+
+def sizes_of(segments: Mapped) -> list[int]:
+    """In bytes."""
+    return [len(segment) for segment in segments] if isinstance(segments, list) else segments.sizes
+
+
+def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> Mapped:
     """One read-only shared mapping per segment; takes the descriptors over and closes them.
 
-    Raises ManifestError if a descriptor is not the segment the daemon spoke of."""
+    Raises ManifestError if a descriptor is not the segment the daemon spoke of, DeviceError or NoMemoryError if a
+    device's cannot be mapped."""
     try:
         if len(fds) != len(segments):
             raise ManifestError(f"{len(fds)} descriptors for {len(segments)} segments")
+        if segments and segments[0].backend == "cuda_vmm":
+            return DeviceSegments(segments[0].device, fds, [segment.size_bytes for segment in segments])
         for fd, segment in zip(fds, segments, strict=True):
             size = os.fstat(fd).st_size
             if segment.backend != "host" or size != segment.size_bytes:

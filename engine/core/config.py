@@ -48,6 +48,7 @@ class CoreConfig:
     config_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "recipe: keys of the model configuration to replace"}
     )
+    device: str = _help("where the weights are: host, or a GPU; empty = wherever the generation is resident", "")
     socket_path: str = _help("Unix socket to serve on", "")
     max_num_seqs: int = _help("requests that run at once", 64)
     token_budget: int = _help("tokens computed in one step, prefill and decode together", 512)

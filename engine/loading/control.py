@@ -36,11 +36,15 @@ class Control:
         data, fds = self._receive()
         return loader_pb2.Job.FromString(data), fds
 
-    def receive_grant(self, segment_bytes: Sequence[int]) -> list[int]:
-        """One descriptor per segment. Raises RequestError if they are not what was planned."""
+    def receive_grant(self, segment_bytes: Sequence[int], *, is_host: bool = True) -> list[int]:
+        """One descriptor per segment. Raises RequestError if they are not what was planned.
+
+        A descriptor of device memory tells no size: one that is too small cannot be mapped."""
         data, fds = self._receive()
         loader_pb2.Grant.FromString(data)
         sizes = [os.fstat(fd).st_size for fd in fds]
+        if not is_host:
+            sizes = list(segment_bytes[: len(fds)])
         if sizes != list(segment_bytes):
             raise RequestError(f"the daemon granted segments of {sizes} bytes; {list(segment_bytes)} were planned")
         return fds

@@ -8,9 +8,8 @@ kernel need not clear the pages first, nor fault them in one by one. Invariant: 
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -39,15 +38,6 @@ class Filled:
 
     source_digests: dict[str, bytes] = field(default_factory=dict)
     resident_digests: dict[str, bytes] = field(default_factory=dict)
-
-
-def write_to_segments(fds: Sequence[int]) -> Write:
-    def write(segment: int, offset: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(fds[segment], data[done:], offset + done)
-
-    return write
 
 
 class Filler:

@@ -6,10 +6,12 @@ An error of ours is told to the daemon, once; anything else is a bug and ends th
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from pathlib import Path
 
+from preload.engine.cuda.devices import HOST
 from preload.engine.errors import PreloadError, RequestError
 from preload.engine.kernels.native.build import Compilation, KernelsUnavailableError, start_build
 from preload.engine.recipe import Recipe
@@ -18,8 +20,9 @@ from preload.protos import loader_pb2, weight_cache_pb2
 
 from .checkpoint import Checkpoint
 from .control import Control, DaemonGoneError, make_memfd
+from .destination import Destination, make_destination
 from .digests import checkpoint_digest, outline
-from .fill import Filled, Filler, write_to_segments
+from .fill import Filled, Filler
 from .plan import Plan, make_manifest, make_plan
 from .receipts import make_receipts
 from .resolve import check_tied, open_and_resolve
@@ -59,7 +62,7 @@ def _run(
 ) -> None:
     num_threads = job.num_threads or os.cpu_count() or 1
     if job.mode == loader_pb2.MODE_VERIFY:
-        _verify(fds, num_threads, control)
+        _verify(fds, job.device, num_threads, control)
         return
     _check_rank(job.rank)
     with timeline.phase("open"):
@@ -71,17 +74,9 @@ def _run(
         _digest(checkpoint, resolved, not job.outlines or seen_outline in job.outlines, num_threads, control)
         return
     with timeline.phase("plan"):
-        plan = make_plan(target for step in resolved.steps for target in step.targets)
-    with timeline.phase("grant"):
-        control.send(loader_pb2.Update(plan=loader_pb2.Plan(segment_bytes=plan.segment_bytes)))
-        segment_fds = control.receive_grant(plan.segment_bytes)
-    if any(step.converts for step in resolved.steps):
-        with timeline.phase("import torch"):
-            from .convert import use_one_thread  # torch
-
-            use_one_thread()
-    with timeline.phase("read"):
-        filled = _read(resolved, plan, segment_fds, num_threads, control, "read")
+        targets = (target for step in resolved.steps for target in step.targets)
+        plan = make_plan(targets, granularity_bytes=job.granularity_bytes or mmap.PAGESIZE)
+    filled = _fill(job.device, resolved, plan, num_threads, control, timeline)
     with timeline.phase("commit"):
         receipts = make_receipts(checkpoint, filled.source_digests)
         digest = checkpoint_digest(checkpoint.tensors, filled.source_digests)
@@ -95,12 +90,38 @@ def _run(
     control.send(loader_pb2.Update(committed=committed), memfds)
 
 
+def _fill(
+    device: str, resolved: Resolved, plan: Plan, num_threads: int, control: Control, timeline: Timeline
+) -> Filled:
+    """From the grant of segments to every byte in them; device memory is mapped no longer than that."""
+    is_host = device in ("", HOST)
+    if is_host:
+        destination = make_destination(device)
+    else:
+        with timeline.phase("device"):
+            destination = make_destination(device)
+    with destination:
+        with timeline.phase("grant"):
+            control.send(loader_pb2.Update(plan=loader_pb2.Plan(segment_bytes=plan.segment_bytes)))
+            fds = control.receive_grant(plan.segment_bytes, is_host=is_host)
+            destination.open(fds, plan.segment_bytes)
+        if any(step.converts for step in resolved.steps):
+            with timeline.phase("import torch"):
+                from .convert import use_one_thread  # torch
+
+                use_one_thread()
+        with timeline.phase("read"):
+            filled = _read(resolved, plan, destination, num_threads, control, "read")
+            destination.finish()
+        return filled
+
+
 def _digest(checkpoint: Checkpoint, resolved: Resolved, matches: bool, num_threads: int, control: Control) -> None:
     """Hashes the bytes, unless the headers tell already that nobody has these weights."""
     digested = loader_pb2.Digested(resolved_recipe=resolved.to_json(), matches=matches)
     digests = None
     if matches:
-        digests = _read(resolved, None, [], num_threads, control, "digest").source_digests
+        digests = _read(resolved, None, None, num_threads, control, "digest").source_digests
         digested.checkpoint_digest = checkpoint_digest(checkpoint.tensors, digests)
     receipts = make_receipts(checkpoint, digests)
     control.send(loader_pb2.Update(digested=digested), [_memfd("receipts", receipts)])
@@ -131,22 +152,28 @@ def _warn_of_kernels(error: KernelsUnavailableError) -> None:
 
 
 def _read(
-    resolved: Resolved, plan: Plan | None, fds: list[int], num_threads: int, control: Control, phase: str
+    resolved: Resolved,
+    plan: Plan | None,
+    destination: Destination | None,
+    num_threads: int,
+    control: Control,
+    phase: str,
 ) -> Filled:
     """Moves or only hashes all bytes. Raises CheckpointError, also when tied weights turn out to differ."""
     total_bytes = resolved.num_source_bytes
-    filler = Filler(resolved, plan, write_to_segments(fds) if plan else None)
+    filler = Filler(resolved, plan, destination.write if destination else None)
     filled = filler.run(num_threads, lambda done_bytes: control.progress(phase, done_bytes, total_bytes))
     check_tied(resolved, filled.source_digests)
     return filled
 
 
-def _verify(fds: list[int], num_threads: int, control: Control) -> None:
+def _verify(fds: list[int], device: str, num_threads: int, control: Control) -> None:
     if not fds:
         raise RequestError("a verify job needs the manifest's descriptor and those of the segments")
     result = verify(
         read_manifest(fds[0]),
         fds[1:],
+        device,
         num_threads,
         lambda done_bytes, total_bytes: control.progress("verify", done_bytes, total_bytes),
     )

@@ -1,8 +1,8 @@
 """Places for resident tensors: a few large segments, and the manifest that describes them.
 
-Invariants: tensors never overlap; every offset is a multiple of 64; a segment is a multiple of the page size, at
-least one page, and at most `max_segment_bytes` unless it holds one tensor that is larger alone. Pure arithmetic:
-no file and no memory is touched here.
+Invariants: tensors never overlap; every offset is a multiple of 64; a segment is a multiple of its memory's
+granularity (of the host's: a page), not empty, and at most `max_segment_bytes` unless it holds one tensor that is
+larger alone. Pure arithmetic: no file and no memory is touched here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Plan:
     places: dict[str, Place]
 
 
-def make_plan(targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BYTES) -> Plan:
+def make_plan(
+    targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BYTES, granularity_bytes: int = mmap.PAGESIZE
+) -> Plan:
     """Packs the targets in their order. Raises RequestError for more than any machine holds."""
     ends = [0]
     places: dict[str, Place] = {}
@@ -53,7 +55,7 @@ def make_plan(targets: Iterable[Target], max_segment_bytes: int = MAX_SEGMENT_BY
                 f"the weights need more than {MAX_SEGMENTS} segments or {MAX_TOTAL_BYTES:,} bytes; check the files"
             )
     # A tensor without elements may be placed at its segment's very end: one byte more keeps its offset inside.
-    return Plan([_round_up(end + 1, mmap.PAGESIZE) for end in ends], places)
+    return Plan([_round_up(end + 1, granularity_bytes) for end in ends], places)
 
 
 def make_manifest(

@@ -22,7 +22,7 @@ F32 = Recipe("auto", "f32", "float32", "", 1)
 
 def ready(catalog: Catalog, path: str = "/m", recipe: Recipe = KEEP, digest: str = "d") -> Generation:
     source = Source(path, recipe, Rank())
-    generation = catalog.begin(source, "host")
+    generation = catalog.begin(source)
     segment = HostSegment.allocate(4096, "test")
     segment.seal()
     generation.commit(Manifest(b"", digest, f"resolved {recipe.quantization}", (4096,), 1), [segment], [])
@@ -37,7 +37,7 @@ def test_identity_is_the_hash_of_content_and_recipe() -> None:
 
 
 def test_generation_without_commit_has_no_identity_and_no_memory() -> None:
-    generation = Catalog().begin(Source("/m", KEEP, Rank()), "host")
+    generation = Catalog().begin(Source("/m", KEEP, Rank()))
     assert (generation.state, generation.id, generation.resident_bytes) == (State.LOADING, "", 0)
 
 
@@ -52,7 +52,7 @@ def test_failed_generation_keeps_its_reason_and_gives_its_memory_back() -> None:
 
 def test_generation_without_an_id_of_its_own_is_found_by_its_serial() -> None:
     catalog = Catalog()
-    loading, old = catalog.begin(Source("/n", KEEP, Rank()), "host"), ready(catalog)
+    loading, old = catalog.begin(Source("/n", KEEP, Rank())), ready(catalog)
     assert (loading.name, old.name) == ("@1", old.id[:12])
     old.fail(LoaderDiedError("corrupted"))
     new = ready(catalog, "/copy")
@@ -98,15 +98,15 @@ def test_binding_a_source_anew_returns_what_it_held_before() -> None:
 def test_a_new_load_forgets_the_failure_of_the_same_source() -> None:
     catalog = Catalog()
     source = Source("/m", KEEP, Rank())
-    catalog.begin(source, "host").fail(LoaderDiedError("gone"))
-    catalog.begin(source, "host")
+    catalog.begin(source).fail(LoaderDiedError("gone"))
+    catalog.begin(source)
     assert [g.state for g in catalog] == [State.LOADING]
 
 
 def test_old_failures_are_forgotten() -> None:
     catalog = Catalog()
     for number in range(Catalog.MAX_FAILED + 5):
-        catalog.begin(Source(f"/m{number}", KEEP, Rank()), "host").fail(LoaderDiedError("gone"))
+        catalog.begin(Source(f"/m{number}", KEEP, Rank())).fail(LoaderDiedError("gone"))
         catalog.forget_old_failures()
     assert len(list(catalog)) == Catalog.MAX_FAILED
 
@@ -124,7 +124,7 @@ def test_a_prefix_of_two_ids_is_ambiguous() -> None:
 def test_one_digest_under_two_configurations_is_ambiguous() -> None:
     catalog = Catalog()
     first = ready(catalog)
-    second = catalog.begin(Source("/other", KEEP, Rank()), "host")
+    second = catalog.begin(Source("/other", KEEP, Rank()))
     second.commit(Manifest(b"", "d", "resolved with another rope", (), 1), [], [])
     with pytest.raises(BadRequestError, match="ambiguous") as refusal:
         catalog.by_digest("d", KEEP, Rank())
@@ -135,7 +135,7 @@ def test_one_digest_under_two_configurations_is_ambiguous() -> None:
 def test_id_of_two_roles_needs_a_rank() -> None:
     catalog = Catalog()
     target = ready(catalog)
-    draft = catalog.begin(Source("/m", KEEP, Rank(role="draft")), "host")
+    draft = catalog.begin(Source("/m", KEEP, Rank(role="draft")))
     draft.commit(Manifest(b"", "d", "resolved keep", (), 1), [], [])
     assert draft.id == target.id
     with pytest.raises(BadRequestError, match="draft"):
@@ -158,7 +158,7 @@ def test_outlines_are_those_of_ready_generations_that_the_recipe_allows() -> Non
     catalog = Catalog()
     source = Source("/other", KEEP, Rank())
     assert catalog.outlines(source) == frozenset()
-    catalog.begin(Source("/loading", KEEP, Rank()), "host")
+    catalog.begin(Source("/loading", KEEP, Rank()))
     first = ready(catalog, "/a", digest="a")
     ready(catalog, "/b", recipe=F32)
     second = ready(catalog, "/c", digest="c")

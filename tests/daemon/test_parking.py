@@ -10,6 +10,7 @@ import pytest
 
 from preload.daemon import parking
 from preload.daemon.catalog_file import CatalogFile
+from preload.daemon.devices import Devices
 from preload.daemon.errors import BadRequestError
 from preload.daemon.generations import Catalog, Generation, Manifest, Phase, Rank, Receipt, Recipe, Source, State
 from preload.daemon.leases import LeaseBook
@@ -69,7 +70,7 @@ class Life:
     def __init__(self, keeper: Notifier, fds: dict[str, int] | None = None) -> None:
         self.catalog = Catalog()
         self.leases = LeaseBook(10)
-        self.parking = Parking(keeper, self.catalog, self.leases, 1)
+        self.parking = Parking(keeper, self.catalog, self.leases, Devices("80%", "90%"), 1)
         self.revived: list[Revived] = self.parking.restore(fds or {})
         for revived in self.revived:
             self.catalog.adopt(revived.generation)
@@ -85,7 +86,7 @@ class Life:
     def commit(self, name: str, sizes: tuple[int, ...] = (4096, 8192)) -> Generation:
         """A READY generation of some bytes, parked as a load parks it."""
         source = Source(f"/models/{name}", RECIPE, Rank())
-        generation = self.catalog.begin(source, "host")
+        generation = self.catalog.begin(source)
         segments = [HostSegment.allocate(size, name) for size in sizes]
         for segment in segments:
             segment.seal()
