@@ -88,6 +88,12 @@ def daemon(machine: Any, make_shared_daemon: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
+def load_module() -> Callable[[str], Any]:
+    """A module of the tests by its path below them."""
+    return lambda path: _load(TESTS / path)
+
+
+@pytest.fixture
 def load_on() -> Callable[..., Any]:
     """Loads a raw checkpoint on a device and returns its generation."""
 

@@ -1,0 +1,35 @@
+"""An engine core on weights in device memory: it computes in place, and a restart of it takes nothing new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def start_core(load_module: Callable[[str], Any], tmp_path: Path, wait_for: Any) -> Iterator[Callable[..., Any]]:
+    """Core processes, by the same fixture as those on the host."""
+    side = load_module("engine/test_core_process.py")
+    yield from side.start_core.__wrapped__(tmp_path, wait_for)
+
+
+def test_a_core_on_device_memory_answers_as_on_the_host_and_so_does_its_successor(
+    machine: Any, daemon: Any, device: str, tmp_path: Path, load_module: Any, load_on: Any, start_core: Any
+) -> None:
+    tiny = load_module("fakes/core_side.py").make_tiny_model()
+    tiny.oracle.save_pretrained(tmp_path / "tiny")
+    generation = load_on(daemon, tmp_path / "tiny", device, model="auto")
+    wanted = tiny.greedy([1, 2, 3], 8)
+    first = start_core(daemon, checkpoint=str(tmp_path / "tiny"), device=device)
+    assert first.generate([1, 2, 3]) == wanted
+    assert machine.process(first.process.pid).live["mappings"] == 1
+    first.process.kill()
+    first.process.wait()
+    second = start_core(daemon, generation_id=generation.id, device=device)
+    assert second.generate([1, 2, 3]) == wanted
+    assert machine.used_bytes(0) == generation.resident_bytes
+    second.process.kill()
+    second.process.wait()
