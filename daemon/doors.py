@@ -38,11 +38,17 @@ _Identity = tuple[int, int]
 
 @dataclass(frozen=True)
 class Peer:
-    """The process at the other end of a Unix socket, as it was when it connected."""
+    """The process at the other end of a Unix socket, as it was when it connected. `pid` is 0 for all processes that
+    our pid namespace does not show, so that only their user tells them apart."""
 
     pid: int
     uid: int
     gids: frozenset[int]
+
+
+def is_owner(uid: int) -> bool:
+    """Whether this is root or our own user: they may always come in, and may have everything."""
+    return uid in (0, os.geteuid())
 
 
 def peer_of(sock: socket.socket) -> Peer:
@@ -69,7 +75,7 @@ class Doors:
         self._opened: dict[Path, _Identity | None] | None = None
 
     def admits(self, peer: Peer) -> bool:
-        return peer.uid in (0, os.geteuid()) or peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
+        return is_owner(peer.uid) or peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
 
     def opened(self) -> None:
         """The sockets exist now and are ours: from here on what lies at these paths instead is not."""

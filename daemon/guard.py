@@ -34,7 +34,8 @@ def raise_descriptor_limit() -> int:
 class Guard:
     """Watches the connections that were accepted at `path`.
 
-    One user has at most half of the descriptors of this process, so that others find some."""
+    One user has at most half of the descriptors of this process, so that others find some. Processes that our pid
+    namespace does not show are known by their user alone."""
 
     def __init__(self, path: str, doors: Doors, max_per_process: int = MAX_PER_PROCESS) -> None:
         self._path = path
@@ -54,7 +55,7 @@ class Guard:
             by_uid[peer.uid] += 1
             if not self._doors.admits(peer):
                 why = "is not allowed here"
-            elif by_pid[peer.pid] > self._max_per_process:
+            elif peer.pid and by_pid[peer.pid] > self._max_per_process:
                 why = f"has more than {self._max_per_process} connections"
             elif by_uid[peer.uid] > soft // 2:
                 why = f"has more than {soft // 2} connections, with its other processes"

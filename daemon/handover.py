@@ -1,7 +1,7 @@
 """The hand-over socket: a ticket comes in, the descriptors of its shard go out. One exchange per connection.
 
 The kernel tells who the peer is (SO_PEERCRED); the peer cannot. A slow or silent peer costs one task and its
-deadline, nothing else; one process has few of them, and all together not many.
+deadline, nothing else; one process has few of them, another user at most half, and all together not many.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from preload.protos import weight_cache_pb2 as pb
 
 from . import wire
-from .doors import Doors, Peer, peer_of
+from .doors import Doors, Peer, is_owner, peer_of
 from .errors import BadRequestError, CacheError, NotAllowedError, TooManyError
 from .leases import LeaseBook
 
@@ -40,6 +40,7 @@ class Handover:
         self._doors = doors
         self._peers: set[asyncio.Task[None]] = set()
         self._per_process: Counter[int] = Counter()
+        self._per_user: Counter[int] = Counter()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(path)
         os.chmod(path, 0o600)
@@ -79,7 +80,7 @@ class Handover:
             log.warning("hand-over: a peer left: %s", error)
             sock.close()
         else:
-            self._per_process[peer.pid] += 1
+            self._count(peer, 1)
             task = asyncio.create_task(self._serve_peer(sock, peer))
             self._peers.add(task)
             task.add_done_callback(self._peers.discard)
@@ -93,8 +94,18 @@ class Handover:
             )
         if self._per_process[peer.pid] >= _MAX_PER_PROCESS:
             raise TooManyError(f"process {peer.pid} has {_MAX_PER_PROCESS} hand-overs open; finish one first")
+        if not is_owner(peer.uid) and (count := self._per_user[peer.uid]) >= _MAX_PEERS // 2:
+            raise TooManyError(f"user {peer.uid} has {count} hand-overs open; finish one first")
         if len(self._peers) >= _MAX_PEERS:
             raise TooManyError(f"{_MAX_PEERS} hand-overs are open; try again")
+
+    def _count(self, peer: Peer, change: int) -> None:
+        for counter, key in ((self._per_process, peer.pid), (self._per_user, peer.uid)):
+            if counter is self._per_process and not peer.pid:
+                continue  # many processes, of whom only the user is known
+            counter[key] += change
+            if not counter[key]:
+                del counter[key]
 
     async def _serve_peer(self, sock: socket.socket, peer: Peer) -> None:
         with sock:
@@ -103,19 +114,17 @@ class Handover:
                     # One byte more than allowed shows a longer packet, which the kernel would cut silently.
                     data = await asyncio.get_running_loop().sock_recv(sock, MAX_REQUEST_BYTES + 1)
                 if data:
-                    self._answer(sock, data)
+                    self._answer(sock, data, peer)
             except TimeoutError:
                 log.warning("hand-over: a peer was silent for %.0f s", _DEADLINE_S)
             except OSError as error:
                 log.warning("hand-over: a peer left: %s", error)
             finally:
-                self._per_process[peer.pid] -= 1
-                if not self._per_process[peer.pid]:
-                    del self._per_process[peer.pid]
+                self._count(peer, -1)
 
-    def _answer(self, sock: socket.socket, data: bytes) -> None:
+    def _answer(self, sock: socket.socket, data: bytes, peer: Peer) -> None:
         try:
-            fds = self._redeem(data)
+            fds = self._redeem(data, peer)
         except CacheError as error:
             _refuse(sock, error)
             return
@@ -123,14 +132,14 @@ class Handover:
         # A shard without bytes has no segment; an empty packet would read as the end.
         socket.send_fds(sock, [answer.SerializeToString() or b"\x08\x00"], fds)
 
-    def _redeem(self, data: bytes) -> list[int]:
+    def _redeem(self, data: bytes, peer: Peer) -> list[int]:
         if len(data) > MAX_REQUEST_BYTES:
             raise BadRequestError(f"a hand-over request has at most {MAX_REQUEST_BYTES} bytes")
         try:
             request = pb.HandoverRequest.FromString(data)
         except DecodeError as error:
             raise BadRequestError(f"not a hand-over request: {error}") from error
-        lease = self._leases.redeem(request.ticket)
+        lease = self._leases.redeem(request.ticket, peer.uid)
         return [segment.fd for segment in lease.generation.segments]
 
 

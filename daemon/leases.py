@@ -2,6 +2,9 @@
 
 A lease lives exactly as long as its Attach stream; over a restart of the daemon its
 holder takes it again with the secret that only it knows. A ticket belongs to one lease, works once, and expires.
+
+Whose a lease is, only the hand-over of its descriptors tells, where the kernel names the user. So one user has at
+most half of all by that; and of leases whose ticket was never used, which are nobody's, the oldest make room.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .doors import is_owner
 from .errors import BadTicketError, TooManyError
 from .generations import Generation, Phase
 
@@ -26,6 +30,8 @@ class Event(Enum):
     RETIRING = "retiring"
     SUPERSEDED = "superseded"
     DRAINING = "draining"
+    ENDED = "ended"
+    """With why. The stream must end now."""
 
 
 @dataclass(eq=False)
@@ -38,6 +44,8 @@ class Lease:
     client: str
     since_s: float
     mapped: bool = False
+    uid: int | None = None
+    """Of who fetched its descriptors in this life of the daemon, as the kernel knows it; our own for our own use."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     unclaimed: bool = False
     phases: list[Phase] = field(default_factory=list)
@@ -52,15 +60,27 @@ class LeaseBook:
         self._leases: dict[str, Lease] = {}
         self._tickets: dict[bytes, tuple[Lease, float]] = {}
 
-    def grant(self, generation: Generation, pid: int, client: str) -> tuple[Lease, bytes]:
-        """A new lease and its ticket. Raises TooManyError."""
-        if len(self._leases) >= MAX_LEASES:
-            raise TooManyError(f"{MAX_LEASES} leases are out; this daemon gives no more until one ends")
+    def grant(self, generation: Generation, pid: int, client: str, uid: int | None = None) -> tuple[Lease, bytes]:
+        """A new lease and its ticket; `uid` is whose it is, if that is known already. Raises TooManyError."""
         self._drop_expired_tickets()
-        lease = Lease(secrets.token_hex(8), generation, pid, client, time.monotonic())
+        self._make_room()
+        lease = Lease(secrets.token_hex(8), generation, pid, client, time.monotonic(), uid=uid)
         self._leases[lease.id] = lease
         generation.num_attaches += 1
         return lease, self._issue(lease)
+
+    def _make_room(self) -> None:
+        """Ends the oldest lease whose ticket expired unused, if there are too many. Raises TooManyError if there is
+        none."""
+        unused = [lease for lease in self._leases.values() if lease.uid is None and not lease.mapped]
+        if len(self._leases) < MAX_LEASES and len(unused) < MAX_LEASES // 4:
+            return
+        waiting = {lease.id for lease, _ in self._tickets.values()}
+        idle = next((lease for lease in unused if lease.id not in waiting), None)
+        if idle is None:
+            raise TooManyError(f"{len(self._leases)} leases are out; this daemon gives no more until one ends")
+        self.release(idle)
+        idle.events.put_nowait((Event.ENDED, "its descriptors were never fetched, and others need the room"))
 
     def adopt(self, lease: Lease) -> None:
         """Takes in a lease of an earlier life of the daemon, whose holder has yet to come back."""
@@ -79,13 +99,20 @@ class LeaseBook:
         self._tickets[ticket] = (lease, time.monotonic() + self.ticket_ttl_s)
         return ticket
 
-    def redeem(self, ticket: bytes) -> Lease:
-        """The lease behind a ticket, which is then spent. Raises BadTicketError."""
+    def redeem(self, ticket: bytes, uid: int = 0) -> Lease:
+        """The lease behind a ticket, which is then spent. `uid` is who shows it.
+
+        Raises BadTicketError, and TooManyError if that user has too many leases."""
         self._drop_expired_tickets()
-        lease, _ = self._tickets.pop(ticket, (None, 0.0))
+        lease, _ = self._tickets.get(ticket, (None, 0.0))
         if lease is None:
             raise BadTicketError("the ticket is unknown, was used already, or has expired; attach again")
-        lease.mapped = True
+        if not is_owner(uid) and lease.uid != uid:
+            count = sum(other.uid == uid for other in self._leases.values())
+            if count >= MAX_LEASES // 2:
+                raise TooManyError(f"user {uid} has {count} leases, which is all it can have; end one first")
+        del self._tickets[ticket]
+        lease.mapped, lease.uid = True, uid
         return lease
 
     def release(self, lease: Lease) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
+FAKES = Path(__file__).parents[1] / "fakes"
 NOBODY, STRANGER, GROUP = 65534, 65533, 54321
 DEADLINE_S = 60.0
 
@@ -48,7 +52,7 @@ def make_open_daemon(make_daemon: Callable[..., Any]) -> Iterator[Callable[..., 
     """A daemon whose folder others can get to, as they get to /run."""
     with tempfile.TemporaryDirectory(prefix="preload-doors-") as folder:
         os.chmod(folder, 0o755)
-        yield lambda *options: make_daemon(*options, runtime_dir=Path(folder) / "run")
+        yield lambda *options, **fields: make_daemon(*options, runtime_dir=Path(folder) / "run", **fields)
 
 
 def as_user(script: str, *words: object, uid: int, gid: int | None = None, groups: tuple[int, ...] = ()) -> Any:
@@ -195,20 +199,128 @@ with attach(generation_id=sys.argv[2], runtime_dir=sys.argv[1], tensors="buffers
     assert daemon.generations()[0].state == pb.GENERATION_STATE_READY
 
 
-def test_leases_are_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from preload.daemon import leases
-    from preload.daemon.errors import TooManyError
-    from preload.daemon.generations import Generation, Rank, Recipe
+def test_another_user_cannot_have_all_leases(make_open_daemon: Callable[..., Any], raw_checkpoint: Path) -> None:
+    """Neither such as it uses, nor such as it only asks for."""
+    command = [sys.executable, str(FAKES / "run_daemon.py"), json.dumps({"max_leases": 8})]
+    daemon = make_open_daemon("--allow-uids", str(NOBODY), "--ticket-ttl-s", "0.2", command=command)
+    loaded = daemon.load(raw_checkpoint, model="raw")
+    greedy = """
+import json, os, queue, sys
+import grpc
+from preload.engine.client import attach
+from preload.engine.errors import TooManyError
+from preload.protos import weight_cache_pb2 as pb
+from preload.protos import weight_cache_pb2_grpc as pb_grpc
+stub = pb_grpc.WeightCacheStub(grpc.insecure_channel(f"unix:{sys.argv[1]}/daemon.sock"))
+words = pb.AttachOpen(selector=pb.Selector(generation_id=sys.argv[2]), pid=os.getpid(), client="greedy")
+idle = []
+while len(idle) < 20:
+    requests = queue.SimpleQueue()
+    requests.put(pb.AttachRequest(open=words))
+    call = stub.Attach(iter(requests.get, None))
+    try:
+        next(call)
+        idle.append(call)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
+try:
+    for event in idle[0]:
+        pass
+except grpc.RpcError as error:
+    ended = error.details()
+held = []
+try:
+    while True:
+        held.append(attach(generation_id=sys.argv[2], runtime_dir=sys.argv[1], tensors="buffers"))
+except TooManyError as error:
+    print(json.dumps({"held": len(held), "message": error.message, "ended": ended}), flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+    who = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
+    command = [*who, sys.executable, "-c", greedy, str(daemon.runtime_dir), loaded.id]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdout is not None
+        found = json.loads(process.stdout.readline())
+        assert found["held"] == 4
+        assert found["message"].startswith(f"user {NOBODY} has 4 leases")
+        assert "others need the room" in found["ended"]
+        from preload.engine.client import attach
 
-    monkeypatch.setattr(leases, "MAX_LEASES", 2)
-    book = leases.LeaseBook(10.0)
-    generation = Generation(1, Recipe("raw", "keep", "float32", "", 1), Rank(), "host")
-    first, _ = book.grant(generation, 1, "a")
-    book.grant(generation, 1, "b")
-    with pytest.raises(TooManyError):
-        book.grant(generation, 1, "c")
-    book.release(first)
-    book.grant(generation, 1, "c")
+        held = [
+            attach(generation_id=loaded.id, runtime_dir=str(daemon.runtime_dir), tensors="buffers") for _ in range(4)
+        ]
+        assert sorted(lease.mapped for g in daemon.generations() for lease in g.leases) == [True] * 8
+        for attachment in held:
+            attachment.close()
+        process.communicate("", timeout=DEADLINE_S)
+
+
+def test_another_user_has_half_of_the_hand_overs(make_open_daemon: Callable[..., Any], raw_checkpoint: Path) -> None:
+    daemon = make_open_daemon("--allow-uids", str(NOBODY))
+    loaded = daemon.load(raw_checkpoint, model="raw")
+    greedy = """
+import json, os, socket, sys
+sys.path.insert(0, "")
+from preload.protos import weight_cache_pb2 as pb
+def connect():
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(sys.argv[1] + "/segments.sock")
+    return sock
+for _ in range(3):
+    theirs, ours = socket.socketpair()
+    if os.fork() == 0:
+        held = [connect() for _ in range(43)]
+        ours.close()
+        theirs.send(b"x")
+        theirs.recv(1)
+        os._exit(0)
+    theirs.close()
+    ours.recv(1)
+    globals().setdefault("kept", []).append(ours)
+sock = connect()
+data = sock.recv(65536)
+print(json.dumps(pb.HandoverResponse.FromString(data).error.message), flush=True)
+sys.stdin.read()
+"""
+    who = ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
+    command = [*who, sys.executable, "-c", greedy, str(daemon.runtime_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == f"user {NOBODY} has 128 hand-overs open; finish one first"
+        from preload.engine.client import attach
+
+        with attach(generation_id=loaded.id, runtime_dir=str(daemon.runtime_dir), tensors="buffers") as attachment:
+            assert len(attachment.tensors["a"]) == 4096
+        process.communicate("", timeout=DEADLINE_S)
+
+
+def test_processes_that_the_daemon_cannot_tell_apart_are_not_taken_for_one(
+    make_daemon: Callable[..., Any], raw_checkpoint: Path, wait_for: Callable[..., Any]
+) -> None:
+    """It runs in a pid namespace of its own, as in a container: all others are process 0 there."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child"]
+    daemon = make_daemon(command=[*inside, sys.executable, "-P", "-m", "preload.cli.main", "daemon"])
+    loaded = daemon.load(raw_checkpoint, model="raw")
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
+        for sock in socks:
+            sock.connect(str(daemon.runtime_dir / "daemon.sock"))
+            sock.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        for _ in range(100):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(str(daemon.runtime_dir / "segments.sock"))
+        from preload.engine.client import attach
+
+        with attach(generation_id=loaded.id, runtime_dir=str(daemon.runtime_dir), tensors="buffers") as attachment:
+            assert len(attachment.tensors["a"]) == 4096
+        wait_for(lambda: "a peer was silent for 5 s" in daemon.log, "the guard to have looked several times")
+        poll = select.poll()
+        for sock in socks:
+            poll.register(sock, select.POLLRDHUP)
+        assert poll.poll(0) == []
+        assert "hung up" not in daemon.log
+    daemon.kill()
 
 
 def test_more_loads_than_anybody_could_mean_are_refused(

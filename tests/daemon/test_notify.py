@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,11 +109,109 @@ def test_a_successor_that_listens_at_once_is_told_from_its_predecessor(tmp_path:
 def test_a_manager_that_does_not_read_holds_up_no_sign_of_life(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "_SEND_DEADLINE_S", 3600.0)
+    monkeypatch.setattr(notify, "_PATIENCE_S", 3600.0)
     notifier = notifier_of(manager)
     for _ in range(2000):
         assert notifier.watchdog()
     assert not notifier.take_replaced()
+
+
+def fill(manager: socket.socket) -> int:
+    """Makes it so that the manager has no room for another message; how many it has to read now."""
+    count = 0
+    while True:  # each sender has room for some
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.setblocking(False)
+            other.connect(manager.getsockname())
+            before = count
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    other.send(b"noise")
+                    count += 1
+            if count == before:
+                return count
+
+
+def heard(manager: socket.socket, count: int) -> list[tuple[str, bytes]]:
+    """(message, content of its descriptor) of the next messages, in order."""
+    found = []
+    for _ in range(count):
+        data, fds, _, _ = socket.recv_fds(manager, 4096, 4)
+        found.append((data.decode(), b"".join(os.pread(fd, 100, 0) for fd in fds)))
+        for fd in fds:
+            os.close(fd)
+    return found
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+def test_what_a_manager_does_not_read_is_owed_to_it(manager: socket.socket, has_loop: bool) -> None:
+    """In order, with the descriptors as they were, and of each name the last word only. It is no other manager."""
+    notifier = notifier_of(manager)
+    notifier.ready()
+    noise = fill(manager)
+    fds_before = len(os.listdir("/proc/self/fd"))
+
+    async def speak() -> None:
+        for name in ("a", "b", "c"):
+            fd = os.memfd_create(name)
+            os.write(fd, name.encode())
+            assert notifier.store(name, fd)
+            os.close(fd)
+        assert notifier.forget("a")
+        assert notifier.ready("serving")
+        assert notifier.watchdog()
+        assert not notifier.take_replaced()
+        assert len(heard(manager, 1 + noise)) == 1 + noise
+        if has_loop:
+            assert await asyncio.to_thread(heard, manager, 4) == said
+        else:
+            assert notifier.watchdog()
+            assert heard(manager, 5) == [*said, ("WATCHDOG=1", b"")]
+
+    said = [
+        ("FDSTORE=1\nFDNAME=b\nFDPOLL=0", b"b"),
+        ("FDSTORE=1\nFDNAME=c\nFDPOLL=0", b"c"),
+        ("FDSTOREREMOVE=1\nFDNAME=a", b""),
+        ("READY=1\nSTATUS=serving", b""),
+    ]
+    if has_loop:
+        asyncio.run(speak())
+    else:
+        with pytest.raises(StopIteration):
+            speak().send(None)
+    assert len(os.listdir("/proc/self/fd")) == fds_before
+    assert not notifier.take_replaced()
+
+
+def test_what_is_owed_is_dropped_with_the_manager(tmp_path: Path) -> None:
+    """Who comes then is told everything."""
+    path = tmp_path / "notify.sock"
+    with listen(path) as first:
+        notifier = Notifier(str(path))
+        notifier.ready()
+        fill(first)
+        fds_before = len(os.listdir("/proc/self/fd"))
+        assert notifier.store("a", 0)
+        assert len(os.listdir("/proc/self/fd")) == fds_before + 1
+    path.unlink()
+    assert not notifier.watchdog()
+    with listen(path) as second:
+        assert notifier.store("b", 0)
+        assert notifier.take_replaced()
+        assert second.recv(100).startswith(b"FDSTORE=1\nFDNAME=b")
+    notifier.close()
+
+
+def test_last_words_are_waited_for(manager: socket.socket) -> None:
+    notifier = notifier_of(manager)
+    notifier.ready()
+    noise = fill(manager)
+    notifier.stopping()
+    reader = threading.Thread(target=heard, args=(manager, noise + 1))
+    reader.start()
+    notifier.close()
+    reader.join(60)
+    assert heard(manager, 1) == [("STOPPING=1", b"")]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from preload.cli.options import add_options, given
-from preload.daemon import handover, parking, service
+from preload.daemon import disk, handover, leases, parking, service
 from preload.daemon.config import DaemonConfig
 from preload.daemon.server import run
 
@@ -23,6 +23,8 @@ def main() -> int:
     settings = json.loads(sys.argv[1])
     service._OPEN_DEADLINE_S = settings.pop("open_deadline_s", service._OPEN_DEADLINE_S)
     handover._DEADLINE_S = settings.pop("handover_deadline_s", handover._DEADLINE_S)
+    leases.MAX_LEASES = settings.pop("max_leases", leases.MAX_LEASES)
+    disk._DEADLINE_S = settings.pop("disk_deadline_s", disk._DEADLINE_S)
     if "format_version_file" in settings:
         parking.FORMAT_VERSION = int(Path(settings.pop("format_version_file")).read_text())
     parser = argparse.ArgumentParser()

@@ -388,6 +388,28 @@ def test_a_second_keeper_is_refused_and_the_first_unharmed(kept: Kept, gone: str
     assert kept.generation().id == gone
 
 
+def test_a_keeper_that_does_not_read_holds_up_nobody_and_is_told_everything_later(
+    kept: Kept, raw_checkpoint: Path
+) -> None:
+    """It is stopped, and its socket is full: the daemon loads, is looked at, and owes it what there is to park."""
+    os.kill(kept.keeper_pid, signal.SIGSTOP)
+    for _ in range(4):  # each sender has room for some
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other, contextlib.suppress(BlockingIOError):
+            other.setblocking(False)
+            other.connect(f"{kept.runtime_dir}/notify.sock")
+            while True:
+                other.send(b"noise")
+    gone = load_and_remove(kept, raw_checkpoint)
+    kept.wait_for(lambda: "does not read" in kept.log, "the daemon to notice")
+    assert kept.generation().id == gone
+    assert len(kept.stored()) == 1
+    os.kill(kept.keeper_pid, signal.SIGCONT)
+    kept.wait_for(lambda: len(kept.stored()) == 3, "manifest and segment to be parked")
+    assert "another keeper listens" not in kept.log
+    kept.kill_daemon()
+    assert kept.generation().id == gone
+
+
 def test_a_message_of_a_stranger_is_ignored(kept: Kept, gone: str) -> None:
     before = kept.stored()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, open(os.devnull) as other:
