@@ -18,6 +18,7 @@ _MAGIC = _NAME + b"1"
 _HEADER_PLACES = (0, 512)
 _BODIES_START = 4096
 MAX_BODY_BYTES = 64 * 1024 * 1024
+_MAX_OFFSET = 2**63 - 1
 
 
 class CatalogFileError(Exception):
@@ -69,7 +70,7 @@ class CatalogFile:
         magic, sequence, start, length, _ = _HEADER.unpack(header)
         if magic != _MAGIC and magic.startswith(_NAME) and magic[-1:].isdigit():
             raise CatalogVersionError(f"the parked catalog has the format {magic.decode(errors='replace')}")
-        if magic != _MAGIC or length > MAX_BODY_BYTES:
+        if magic != _MAGIC or length > MAX_BODY_BYTES or start > _MAX_OFFSET:
             return None
         body = os.pread(self.fd, length, start)
         if len(body) != length or _pack(sequence, start, body) != header:

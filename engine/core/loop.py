@@ -152,7 +152,7 @@ class StepLoop:
     def _promote(self, done: Future[int]) -> None:
         try:
             self._allocate()
-        except CoreError as error:
+        except (CoreError, RequestError) as error:
             done.set_exception(error)
         else:
             done.set_result(self.core.kv_cache_bytes)

@@ -95,7 +95,7 @@ def test_a_utilization_that_leaves_nothing_is_refused_with_the_numbers() -> None
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers() -> None:
-    with pytest.raises(CoreError, match=r"10999 bytes .* 160 tokens, which needs 11000"):
+    with pytest.raises(RequestError, match=r"10999 bytes .* 160 tokens, which needs 11000"):
         given_kv_blocks(10_999, **SIZES)
     with pytest.raises(CoreError, match=r"needs a KV cache of 11000 bytes, and 10999"):
         num_kv_blocks(profile(10_999), 0.0, max_num_seqs=4, **SIZES)
@@ -142,7 +142,7 @@ def test_the_model_length_is_the_models_unless_asked_and_never_more(tiny: Any) -
     assert resolve_max_model_len(10, tiny.spec) == 10
     assert resolve_max_model_len(0, replace(tiny.spec, max_position_embeddings=131072)) == 8192
     assert resolve_max_model_len(131072, replace(tiny.spec, max_position_embeddings=131072)) == 131072
-    with pytest.raises(CoreError, match="max_model_len 65 is more than the model's 64"):
+    with pytest.raises(RequestError, match="max_model_len 65 is more than the model's 64"):
         resolve_max_model_len(65, tiny.spec)
     dynamic = replace(tiny.spec, rope=RopeSpec(scaling="dynamic", parameters={"factor": 2.0}))
     assert resolve_max_model_len(100, dynamic) == 100

@@ -177,8 +177,26 @@ def test_a_core_whose_cache_cannot_hold_one_sequence_says_the_numbers(
 ) -> None:
     daemon.load(checkpoint)
     core = start_core(daemon, wait=False, checkpoint=str(checkpoint), kv_cache_bytes=1000)
-    assert core.process.wait(TIMEOUT_S) == 3
+    assert core.process.wait(TIMEOUT_S) == 2
     assert "KV cache of 1000 bytes" in core.log.read_text()
+
+
+def test_a_memory_utilization_has_the_largest_step_measured_once(
+    daemon: Any, checkpoint: Path, start_core: Any, tiny: Any
+) -> None:
+    generation = daemon.load(checkpoint)
+    lines = []
+    for _ in range(2):
+        core = start_core(daemon, checkpoint=str(checkpoint), memory_utilization=0.9)
+        stats = core.stats()
+        lines.append(core.log.read_text())
+        assert core.generate([1, 2, 3]) == tiny.greedy([1, 2, 3], 8)
+        core.end()
+        assert stats.memory.has_peak
+        taken = generation.resident_bytes + stats.memory.core_bytes + stats.memory.peak_bytes
+        assert taken + stats.kv_cache_bytes <= 0.9 * stats.memory.total_bytes
+    assert all("its largest step" in line for line in lines)
+    assert len(list((daemon.runtime_dir / "profiles").iterdir())) == 1
 
 
 def test_a_wrong_configuration_ends_with_2_and_names_the_setting() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from preload.engine.core.speculation.build import speculate
-from preload.engine.errors import CheckpointError, CoreError
+from preload.engine.errors import CheckpointError, RequestError
 from preload.engine.models.configs import spec_from_config
 from preload.engine.models.decoder import Decoder
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_with_a_head_is_loaded_and_attached(headed: HeadedModel, da
 
 
 def test_a_model_without_a_head_is_refused(tiny: Any, make_core: Any) -> None:
-    with pytest.raises(CoreError, match="no multi-token-prediction head"):
+    with pytest.raises(RequestError, match="no multi-token-prediction head"):
         speculate(make_core(tiny), "mtp")
 
 

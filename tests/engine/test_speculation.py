@@ -18,7 +18,7 @@ from preload.engine.core.speculation.build import speculate
 from preload.engine.core.speculation.drafter import Computed, Draft, Task
 from preload.engine.core.speculation.speculator import Speculator
 from preload.engine.core.speculation.verifier import Verifier
-from preload.engine.errors import CoreError
+from preload.engine.errors import RequestError
 
 VOCAB = 97
 
@@ -278,7 +278,7 @@ def test_a_draft_models_broken_weights_cost_drafts_and_nothing_else(
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Any, tiny_model: Any, make_core: Any) -> None:
-    with pytest.raises(CoreError, match="vocabulary of 50 tokens and the model one of 97"):
+    with pytest.raises(RequestError, match="vocabulary of 50 tokens and the model one of 97"):
         speculate(make_core(tiny), "draft", draft=tiny_model(vocab_size=50).decoder())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from preload.engine.core.core import EngineCore
-from preload.engine.errors import CoreError
+from preload.engine.errors import RequestError
 from preload.engine.models.decoder import Decoder
 
 from .draft_model import DraftModelDrafter
@@ -28,7 +28,7 @@ def speculate(
 ) -> Speculator:
     """Has `core` speculate from now on. `draft`: the model of the method "draft".
 
-    Raises CoreError if model and method do not go together."""
+    Raises RequestError if model and method do not go together."""
     count = num_draft_tokens or NUM_DRAFT_TOKENS[method]
     vocab_size = core.runner.decoder.spec.vocab_size
     verifier = Verifier(core.sampler, vocab_size, verification)
@@ -45,10 +45,10 @@ def speculate(
 
 
 def check_vocabularies(target: Decoder, draft: Decoder) -> None:
-    """Raises CoreError if the draft model's tokens cannot be the model's."""
+    """Raises RequestError if the draft model's tokens cannot be the model's."""
     theirs, ours = draft.spec.vocab_size, target.spec.vocab_size
     if theirs != ours:
-        raise CoreError(
+        raise RequestError(
             f"the draft model has a vocabulary of {theirs} tokens and the model one of {ours}; a draft model needs "
             "the same vocabulary: choose another one"
         )

@@ -19,7 +19,7 @@ from preload.engine.core.batch import PersistentBatch
 from preload.engine.core.kv_cache import KVCache, block_bytes
 from preload.engine.core.request import Request
 from preload.engine.core.scheduler import Schedule
-from preload.engine.errors import CoreError
+from preload.engine.errors import RequestError
 from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.models.decoder import Decoder
 
@@ -29,14 +29,14 @@ from .paged import NOWHERE, Span, in_batch_order, next_inputs, paged_inputs, roo
 
 
 class MtpDrafter:
-    """The head of a decoder whose spec has one. Raises CoreError if it has none."""
+    """The head of a decoder whose spec has one. Raises RequestError if it has none."""
 
     keeps_up = True
     never_rests = True
 
     def __init__(self, decoder: Decoder, batch: PersistentBatch, draw: Draw, *, num_draft_tokens: int) -> None:
         if decoder.mtp is None:
-            raise CoreError(
+            raise RequestError(
                 "the model has no multi-token-prediction head (num_nextn_predict_layers); choose another way to "
                 "speculate: ngram, or draft with a draft model"
             )
