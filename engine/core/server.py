@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from preload.engine.errors import CoreError
+from preload.engine.errors import CoreError, RequestError
 from preload.engine.timeline import Timeline, now_ns
 from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
@@ -92,7 +92,7 @@ class CoreService(pb_grpc.EngineCoreServicer):
         self._loop.inbox.put(asked)
         try:
             kv_cache_bytes = asked.done.result(_PROMOTION_S)
-        except CoreError as error:
+        except (CoreError, RequestError) as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
         except FutureTimeoutError:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the step loop has ended or does not turn; use another core")
