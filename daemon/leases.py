@@ -45,9 +45,11 @@ class Lease:
     since_s: float
     mapped: bool = False
     uid: int | None = None
-    """Of who fetched its descriptors in this life of the daemon, as the kernel knows it; our own for our own use."""
+    """Of who fetched its descriptors, as the kernel knows it; our own for our own use."""
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     unclaimed: bool = False
+    revived: bool = False
+    """Of an earlier life of the daemon, which need not have noted whether its descriptors were fetched."""
     phases: list[Phase] = field(default_factory=list)
     events: asyncio.Queue[tuple[Event, str]] = field(default_factory=asyncio.Queue)
 
@@ -72,7 +74,9 @@ class LeaseBook:
     def _make_room(self) -> None:
         """Ends the oldest lease whose ticket expired unused, if there are too many. Raises TooManyError if there is
         none."""
-        unused = [lease for lease in self._leases.values() if lease.uid is None and not lease.mapped]
+        unused = [
+            lease for lease in self._leases.values() if lease.uid is None and not lease.mapped and not lease.revived
+        ]
         if len(self._leases) < MAX_LEASES and len(unused) < MAX_LEASES // 4:
             return
         waiting = {lease.id for lease, _ in self._tickets.values()}
@@ -84,6 +88,7 @@ class LeaseBook:
 
     def adopt(self, lease: Lease) -> None:
         """Takes in a lease of an earlier life of the daemon, whose holder has yet to come back."""
+        lease.revived = True
         self._leases[lease.id] = lease
 
     def claim(self, secret: bytes, pid: int, client: str) -> tuple[Lease, bytes] | None:

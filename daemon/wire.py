@@ -263,6 +263,7 @@ def parked_generation(
                 client=lease.client,
                 mapped=lease.mapped,
                 phases=phase_messages(lease.phases),
+                uid=lease.uid,
             )
             for lease in leases
         ],
@@ -301,6 +302,7 @@ def revived_lease(message: catalog.ParkedLease, generation: Generation) -> Lease
         client=message.client,
         since_s=time.monotonic(),
         mapped=message.mapped,
+        uid=message.uid if message.HasField("uid") else None,
         secret=message.secret,
         unclaimed=True,
         phases=phases(message.phases),

@@ -184,12 +184,15 @@ class ParkedLease(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     MAPPED_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     secret: _builtins.bytes
     """what its holder shows to take it again"""
     pid: _builtins.int
     client: _builtins.str
     mapped: _builtins.bool
+    uid: _builtins.int
+    """of who fetched its descriptors, as the kernel knew it"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_weight_cache_pb2.Phase]: ...
     def __init__(
@@ -201,11 +204,14 @@ class ParkedLease(_message.Message):
         client: _builtins.str = ...,
         mapped: _builtins.bool = ...,
         phases: _abc.Iterable[_weight_cache_pb2.Phase] | None = ...,
+        uid: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "id", b"id", "mapped", b"mapped", "phases", b"phases", "pid", b"pid", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "client", b"client", "id", b"id", "mapped", b"mapped", "phases", b"phases", "pid", b"pid", "secret", b"secret", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__uid: _TypeAlias = _typing.Literal["uid"]  # noqa: Y015
+    _WhichOneofArgType__uid: _TypeAlias = _typing.Literal["_uid", b"_uid"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__uid) -> _WhichOneofReturnType__uid | None: ...
 
 Global___ParkedLease: _TypeAlias = ParkedLease  # noqa: Y015

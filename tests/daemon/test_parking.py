@@ -117,7 +117,8 @@ def life(keeper: Keeper) -> Life:
 
 def test_everything_comes_back(keeper: Keeper, life: Life) -> None:
     first, second = life.commit("a"), life.commit("b")
-    lease, _ = life.leases.grant(first, 77, "engine")
+    lease, ticket = life.leases.grant(first, 77, "engine")
+    life.leases.redeem(ticket, 4242)
     second.state = State.RETIRING
     life.parking.save()
     following = Life(keeper, keeper.hand_back())
@@ -132,6 +133,7 @@ def test_everything_comes_back(keeper: Keeper, life: Life) -> None:
     assert following.revived[0].sources == [(Source("/models/a", RECIPE, Rank()), [RECEIPT])]
     (parked,) = following.leases.all()
     assert (parked.id, parked.pid, parked.client, parked.unclaimed) == (lease.id, 77, "engine", True)
+    assert (parked.mapped, parked.uid) == (True, 4242)
     assert following.parking.epoch == 2
     assert keeper.forgotten == []
 
