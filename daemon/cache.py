@@ -127,8 +127,9 @@ class WeightCache:
     async def attach(
         self, selector: Selector, pid: int, client: str, reclaim_secret: bytes = b""
     ) -> tuple[Lease, bytes]:
-        """A lease on a READY generation, or by id on a RETIRING one in use, and the ticket for its descriptors; or the
-        lease that the secret stands for, whatever became of its generation. Raises CacheError."""
+        """A lease on a READY generation, or by id on a RETIRING one in use, and the ticket for its descriptors.
+
+        Or the lease that the secret stands for, whatever became of its generation. Raises CacheError."""
         self._require_serving()
         claimed = self.leases.claim(reclaim_secret, pid, client) if reclaim_secret else None
         if claimed is not None:
