@@ -67,3 +67,12 @@ def test_steps_without_a_match_tell_what_plain_steps_take() -> None:
         drafted = lengths.choose(1) if step % 2 else 0
         lengths.measure(1, drafted, 1 + drafted, COSTS[drafted])
     assert lengths.rates()[1][0] == pytest.approx(1.0)
+
+
+def test_a_step_that_had_to_wait_for_the_machine_changes_little() -> None:
+    lengths = DraftLength(1)
+    run(lengths, 100, COSTS, {0: 1, 1: 2})
+    before = lengths.rates()[1][1]
+    lengths.measure(1, 1, 2, 500.0)
+    assert lengths.rates()[1][1] > 0.9 * before
+    assert lengths.choose(1) == 1

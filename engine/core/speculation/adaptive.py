@@ -21,16 +21,23 @@ MIN_MEASURED = 4
 _KEPT = 0.97
 """Of what was measured before, each time a step is measured."""
 
+_MOST = 2.0
+"""A step counts as at most so many times the mean: having had to wait for the machine says nothing of drafts."""
+
 
 @dataclass
 class _Rate:
     tokens: float = 0.0
     seconds: float = 0.0
+    steps: float = 0.0
     num_measured: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
+        if self.known:
+            seconds = min(seconds, _MOST * self.seconds / self.steps)
         self.tokens = self.tokens * _KEPT + num_tokens
         self.seconds = self.seconds * _KEPT + seconds
+        self.steps = self.steps * _KEPT + 1
         self.num_measured += 1
 
     @property
