@@ -5,6 +5,7 @@
 # make bench    serving, measured: this project alone, in three minutes
 # make bench-peers  the same for vLLM and llama.cpp, set up from the registry, by turns with ours
 # make bench-start  how long attaching and restarting take
+# make kernels  GPU kernels: what compiles for which target, and each one's error, in a table
 # make lint     ruff, mypy, import-linter, check-protos
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
 PROTOS := weight_cache loader engine_core catalog template
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test test-slow fuzz bench bench-peers bench-start lint format protos check-protos setup clean
+.PHONY: demo test test-slow fuzz bench bench-peers bench-start kernels lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +52,11 @@ bench-peers: setup
 bench-start: setup
 	$(BIN)/preload bench attach
 	$(BIN)/preload bench restart
+
+# KERNELS="--only product" is a part of the table.
+KERNELS :=
+kernels: setup
+	$(BIN)/python -m preload.bench.kernels_table $(KERNELS)
 
 lint: setup check-protos typing-links
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ settings.register_profile("preload", deadline=None, suppress_health_check=[Healt
 settings.load_profile("preload")
 
 DEADLINE_S = 60.0
-_SLOW = {"test_chaos", "test_recipe_quality", "test_scheduler_long", "test_systemd"}
+_SLOW = {"test_chaos", "test_recipe_quality", "test_scheduler_long", "test_systemd", "test_triton_matrix"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

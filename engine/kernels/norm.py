@@ -15,3 +15,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """rms_norm of x + residual, and the sum itself: dtype[num_tokens, hidden_size] each. The sum is rounded first."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total

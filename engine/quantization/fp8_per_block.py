@@ -7,8 +7,8 @@ Resident parts of a weight [rows, cols]; blocks at the lower and right edge may 
 
     w[i, j] = weight[i, j] · scale[i // 128, j // 128]
 
-A product may quantize its activations too (`quantize_activations`), multiply e4m3 by e4m3, and scale each 128 columns'
-sum by both scales. Source: arXiv 2412.19437, section 3.3.2.
+A product may quantize its activations too (`quantize_activations`), multiply e4m3 by e4m3, and scale each 128
+columns' sum by both scales. Source: arXiv 2412.19437, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def dequantize_rows(parts: Mapping[str, Tensor], index: slice | Tensor) -> Tenso
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """dtype[num_tokens, cols] → float8_e4m3fn[num_tokens, cols], float32[num_tokens, ceil(cols / 128)]."""
     num_tokens, cols = x.shape
-    padded = functional.pad(x.float(), (0, -cols % BLOCK)).view(num_tokens, -1, BLOCK)
+    padded = functional.pad(x.float(), (0, -cols % BLOCK)).view(num_tokens, -(-cols // BLOCK), BLOCK)
     scale = scale_for(padded.abs().amax(dim=2).clamp(min=MIN_ACTIVATION_AMAX))
     quantized = to_e4m3(padded / scale.unsqueeze(2))
-    return quantized.view(num_tokens, -1)[:, :cols], scale
+    return quantized.flatten(1)[:, :cols], scale
 
 
 def dequantize_activations(quantized: Tensor, scale: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 Resident parts of a weight [rows, cols], cols a multiple of 16:
 
-    weight        uint8[rows, cols / 2]            e2m1 codes of w · global_scale / scale; even column in the low nibble
+    weight        uint8[rows, cols / 2]            e2m1 codes of w · global_scale / scale, low nibble first
     scale         float8_e4m3fn[rows, cols / 16]   amax of the group · global_scale / 6, within 2⁻⁹ … 448, rounded
     global_scale  float32[1]                       448 · 6 / amax of the weight, or 1
 
-    w = weight · scale / global_scale. 4.5 bits per weight. The global scale brings the largest group's scale to e4m3's
-    largest number; without one (1) the format takes numbers up to 448 · 6, which is what a KV cache uses. It needs
-    the whole weight: who quantizes by pieces of rows finds the maximum first.
+    w = weight · scale / global_scale. 4.5 bits per weight. The global scale brings the largest group's scale to
+    e4m3's largest number; without one (1) the format takes numbers up to 448 · 6, which is what a KV cache uses. It
+    needs the whole weight: who quantizes by pieces of rows finds the maximum first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""The decoder's operations on a GPU: Triton kernels behind the seam that ops.py describes.
+
+Dense weights in the compute dtype go to torch's matmul; layouts that products.LAYOUTS names are dequantized in the
+product; what is left (k-quants of GGUF) is computed by torch, and `describe` says so. Projections of one input write
+side by side into one tensor, residuals and biases are added where the product is stored. Nothing synchronizes with
+the host, so a step can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.kernels.triton import products
+from preload.engine.kernels.triton.attention import paged_attention
+from preload.engine.kernels.triton.elementwise import rms_norm, rotate, swiglu
+from preload.engine.kernels.triton.scatter import write_kv
+from preload.engine.quantization.layouts import DENSE
+
+from .linear import Linear, product_by_rows
+from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Projection, Rotation
+
+
+class TritonOps:
+    """All operations, for activations of any float dtype."""
+
+    def __init__(self) -> None:
+        self._by_torch: set[str] = set()
+
+    def describe(self) -> str:
+        note = f"; products of {', '.join(sorted(self._by_torch))} by torch" if self._by_torch else ""
+        return f"Triton kernels{note}"
+
+    def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        self._note(linears)
+        sizes = [linear.weight.num_rows for linear in linears]
+
+        def project(x: Tensor) -> Tensor:
+            x = x if norm is None else rms_norm(x, norm.weight, norm.eps)
+            out = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
+            for linear, part in zip(linears, out.split(sizes, dim=1), strict=True):
+                multiply(x, linear, part)
+            return out
+
+        return project
+
+    def added_projection(self, linear: Linear) -> AddedProjection:
+        self._note([linear])
+
+        def project(x: Tensor, residual: Tensor) -> Tensor:
+            multiply(x, linear, residual, add=True)
+            return residual
+
+        return project
+
+    def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        project = self.projection([gate, up], norm)
+        return lambda x: swiglu(*project(x).split([gate.weight.num_rows, up.weight.num_rows], dim=1))
+
+    def attention(self, heads: Heads) -> Attention:
+        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+
+        def attend(qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
+            by_head = qkv.view(qkv.shape[0], sum(sizes), heads.head_dim)
+            rotate(by_head[:, : heads.num_heads + heads.num_kv_heads], *rotation)
+            query, key, value = by_head.split(sizes, dim=1)
+            write_kv(*cache, key, value, batch.slot_mapping)
+            return paged_attention(query, *cache, batch).flatten(1)
+
+        return attend
+
+    def _note(self, linears: Sequence[Linear]) -> None:
+        known = (DENSE, *products.LAYOUTS)
+        self._by_torch.update(linear.weight.layout for linear in linears if linear.weight.layout not in known)
+
+
+def multiply(x: Tensor, linear: Linear, out: Tensor, *, add: bool = False) -> None:
+    """out = x · weightᵀ + bias, or out += that. x: dtype[num_tokens, num_cols]; out: dtype[num_tokens, num_rows]."""
+    weight, bias = linear.weight, linear.bias
+    if weight.layout in products.LAYOUTS:
+        products.product(x, weight.layout, weight.parts, bias=bias, residual=out if add else None, out=out)
+        return
+    if weight.layout == DENSE and weight.parts["weight"].dtype == x.dtype:
+        result = x @ weight.parts["weight"].T
+    else:
+        result = product_by_rows(x, weight)
+    if bias is not None:
+        result += bias
+    if add:
+        out += result
+    else:
+        out.copy_(result)

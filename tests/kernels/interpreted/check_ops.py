@@ -1,0 +1,96 @@
+"""A decoder on Triton's operations equals the same decoder on torch's, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.layers.ops import Ops, TorchOps
+from preload.engine.layers.triton_ops import TritonOps
+from preload.engine.models.decoder import Decoder
+from preload.engine.models.spec import ModelSpec
+from preload.engine.quantization import (
+    fp8_per_block,
+    fp8_per_tensor,
+    int4_group32,
+    int8_per_channel,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
+
+FORMATS = {m.LAYOUT: m for m in (int8_per_channel, int4_group32, fp8_per_tensor, fp8_per_block, mxfp8, mxfp4, nvfp4)}
+SPEC = ModelSpec(
+    family="llama", vocab_size=97, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, rms_norm_eps=1e-5, max_position_embeddings=64, tie_word_embeddings=False, attention_bias=True,
+)  # fmt: skip
+BLOCK_SIZE, NUM_BLOCKS = 4, 33
+
+
+def make_tensors(layout: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, heads, kv = SPEC.hidden_size, SPEC.intermediate_size, 64, 32
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (SPEC.vocab_size, hidden),
+        "lm_head.weight": (SPEC.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(SPEC.num_layers):
+        prefix = f"model.layers.{i}."
+        for name, size in (("q", heads), ("k", kv), ("v", kv)):
+            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
+        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads)
+        shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    tensors, layouts = {}, {}
+    for name, shape in shapes.items():
+        dense = torch.randn(shape, generator=generator) * (0.3 if len(shape) == 2 else 1.0)
+        parts = {"weight": dense.to(dtype)}
+        if len(shape) == 2 and layout != "dense":
+            parts = FORMATS[layout].quantize(dense)
+        for part, tensor in parts.items():
+            key = name if part == "weight" else f"{name}_{part}"
+            tensors[key], layouts[key] = tensor, layout if len(shape) == 2 else "dense"
+    return tensors, layouts
+
+
+def run(layout: str, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
+    """Logits of two prefills, then of two decodes beside another prefill."""
+    decoder = Decoder(SPEC, *make_tensors(layout, dtype), dtype, ops)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, SPEC.num_kv_heads, SPEC.head_dim)
+    caches = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(SPEC.num_layers)]
+    table = torch.tensor([[5, 9, 2, 0], [7, 1, 0, 0], [3, 8, 0, 0]], dtype=torch.int32)
+    logits = []
+    for steps in ([(0, 0, 9), (1, 0, 3)], [(0, 9, 1), (1, 3, 1), (2, 0, 6)]):
+        rows, contexts, counts = zip(*steps, strict=True)
+        positions = torch.cat([torch.arange(c, c + n) for c, n in zip(contexts, counts, strict=True)])
+        owners = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
+        batch = AttentionBatch(
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor([c + n for c, n in zip(contexts, counts, strict=True)], dtype=torch.int32),
+            block_table=table[list(rows)],
+            slot_mapping=table[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+            num_decodes=sum(n == 1 for n in counts),
+        )
+        ids = (positions * 31 + owners * 7) % SPEC.vocab_size
+        logits.append(decoder.compute_logits(decoder.forward(ids, positions, caches, batch)))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("dense", torch.float32), ("dense", torch.bfloat16), *((layout, torch.float32) for layout in FORMATS)],
+)
+def test_a_decoder_computes_the_same_logits(layout: str, dtype: torch.dtype) -> None:
+    expected, got = run(layout, dtype, TorchOps()), run(layout, dtype, TritonOps())
+    error = float((got - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_what_torch_computes_is_said() -> None:
+    ops = TritonOps()
+    assert Decoder(SPEC, *make_tensors("mxfp8", torch.float32), torch.float32, ops).kernels == "Triton kernels"
