@@ -178,6 +178,7 @@ async def _measure(
 ) -> dict[str, Any]:
     """Figures of the workloads that one life serves."""
     figures: dict[str, Any] = {}
+    failures = (BenchError, TimeoutError, OSError, ExceptionGroup, *transport_errors())
     async with LoadGenerator(base_url, "model", _WORKLOAD_LIMIT_S) as generator:
         for workload in workloads:
             try:
@@ -186,7 +187,7 @@ async def _measure(
                         await warm_up(generator, prompts, f"{seed} {workload.name}")
                     found = await workload.measure(generator, prompts, f"{seed} {workload.name}")
                 figures[workload.name] = rounded(found)
-            except (BenchError, TimeoutError, OSError, ExceptionGroup, *transport_errors()) as error:
+            except failures as error:
                 figures[workload.name] = {"failed": _reason(error)}
             tell(f"{name}, {workload.title}: {figures[workload.name]}")
     return figures
