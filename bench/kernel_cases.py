@@ -165,7 +165,7 @@ def turn(dtype: torch.dtype) -> Results:
 def gate(dtype: torch.dtype) -> Results:
     results = []
     for num_tokens, size in ((3, 1536), (1, 77), (0, 64)):
-        first, second = (rand(num_tokens, 2 * size, dtype=dtype) * 4).split(size, dim=1)
+        first, second = (rand(num_tokens, 2 * size, dtype=dtype) * 4).chunk(2, dim=1)
         results.append((elementwise.swiglu(first, second), activation.swiglu(first, second)))
     return results
 

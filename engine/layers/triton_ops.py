@@ -41,7 +41,8 @@ class TritonOps:
         def project(x: Tensor) -> Tensor:
             x = x if norm is None else rms_norm(x, norm.weight, norm.eps)
             out = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
-            for linear, part in zip(linears, out.split(sizes, dim=1), strict=True):
+            parts: Sequence[Tensor] = torch.split(out, sizes, dim=1)
+            for linear, part in zip(linears, parts, strict=True):
                 multiply(x, linear, part)
             return out
 
@@ -57,8 +58,13 @@ class TritonOps:
         return project
 
     def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
-        project = self.projection([gate, up], norm)
-        return lambda x: swiglu(*project(x).split([gate.weight.num_rows, up.weight.num_rows], dim=1))
+        project_both = self.projection([gate, up], norm)
+
+        def project(x: Tensor) -> Tensor:
+            both = project_both(x)
+            return swiglu(both[:, : gate.weight.num_rows], both[:, gate.weight.num_rows :])
+
+        return project
 
     def attention(self, heads: Heads) -> Attention:
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
@@ -66,7 +72,8 @@ class TritonOps:
         def attend(qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
             by_head = qkv.view(qkv.shape[0], sum(sizes), heads.head_dim)
             rotate(by_head[:, : heads.num_heads + heads.num_kv_heads], *rotation)
-            query, key, value = by_head.split(sizes, dim=1)
+            parts: Sequence[Tensor] = torch.split(by_head, sizes, dim=1)
+            query, key, value = parts
             write_kv(*cache, key, value, batch.slot_mapping)
             return paged_attention(query, *cache, batch).flatten(1)
 
