@@ -78,7 +78,7 @@ def _load(daemon: PrivateDaemon, path: str, recipe: Recipe, device: str = "host"
 
 
 def _measure(
-    daemon: PrivateDaemon, targets: list[tuple[str, Recipe]], num_attaches: int, **options: str
+    daemon: PrivateDaemon, targets: list[tuple[str, Recipe]], num_attaches: int, **options: Any
 ) -> list[list[float]]:
     """Seconds of each attach, the targets in turn; the first round is a warm-up and does not count."""
     seconds: list[list[float]] = [[] for _ in targets]
