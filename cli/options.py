@@ -164,10 +164,10 @@ def add_target(parser: argparse.ArgumentParser, *, optional: bool = False) -> No
         help="generation id, a prefix of at least 8 digits, a name such as @7, or a checkpoint's path",
     )
     add_recipe(parser)
-    add_device(parser, "")
+    add_device(parser, None)
 
 
-def add_device(parser: argparse.ArgumentParser, default: str) -> None:
+def add_device(parser: argparse.ArgumentParser, default: str | None) -> None:
     """Where weights are, or are to be: see `resolve_device` of engine/cuda/devices.py."""
     meaning = "host" if default else "host for a path, and wherever it is resident for a generation"
     parser.add_argument(

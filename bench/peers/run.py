@@ -178,7 +178,8 @@ async def _measure(
 ) -> dict[str, Any]:
     """Figures of the workloads that one life serves."""
     figures: dict[str, Any] = {}
-    failures = (BenchError, TimeoutError, OSError, ExceptionGroup, *transport_errors())
+    failures: tuple[type[BaseException], ...] = (BenchError, TimeoutError, OSError, ExceptionGroup)
+    failures += transport_errors()
     async with LoadGenerator(base_url, "model", _WORKLOAD_LIMIT_S) as generator:
         for workload in workloads:
             try:
