@@ -82,7 +82,10 @@ class LeaseBook:
         waiting = {lease.id for lease, _ in self._tickets.values()}
         idle = next((lease for lease in unused if lease.id not in waiting), None)
         if idle is None:
-            raise TooManyError(f"{len(self._leases)} leases are out; this daemon gives no more until one ends")
+            raise TooManyError(
+                f"{len(self._leases)} leases are out, {len(unused)} of them not fetched yet; this daemon gives no "
+                "more until one ends or is fetched"
+            )
         self.release(idle)
         idle.events.put_nowait((Event.ENDED, "its descriptors were never fetched, and others need the room"))
 
