@@ -83,4 +83,4 @@ def test_a_hung_mount_takes_nothing_from_others_and_does_not_hold_up_the_end(
 
 def num_waiting(pid: int) -> int:
     """Threads of a process that wait for an answer of FUSE."""
-    return sum("request_wait_answer" in (task / "stack").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum("fuse_lookup" in (task / "stack").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
