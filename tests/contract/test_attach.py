@@ -294,7 +294,7 @@ def test_a_retiring_generation_that_is_in_use_is_given_to_whoever_asks_for_it_by
         wait_for(lambda: len(leases(daemon, loaded)) == 1, "the first lease to end")
         assert control.describe(selector).generation.state == pb.GENERATION_STATE_RETIRING
         second.ask("close")
-        wait_for(lambda: not daemon.generations(), "the generation to be freed")
+        wait_for(lambda: loaded.id not in [g.id for g in daemon.generations()], "the generation to be freed")
         with pytest.raises(NotResidentError):
             attach(generation_id=loaded.id, runtime_dir=str(daemon.runtime_dir), tensors="buffers")
 
