@@ -128,7 +128,7 @@ def _round(
     figures: dict[str, Any] = {}
     entry = {"round": number, "started": _now(), "load_average_before": os.getloadavg(), "figures": figures}
     result["rounds"].append(entry)
-    shift = number % len(targets)
+    shift = (number - 1) % len(targets)
     for target in [*targets[shift:], *targets[:shift]]:
         start_s = time.monotonic()
         figures[target.name] = _turn(target, workloads, prompts, f"round {number}")
