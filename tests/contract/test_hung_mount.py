@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -83,4 +84,8 @@ def test_a_hung_mount_takes_nothing_from_others_and_does_not_hold_up_the_end(
 
 def num_waiting(pid: int) -> int:
     """Threads of a process that wait for an answer of FUSE."""
-    return sum("fuse_lookup" in (task / "stack").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    count = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we looked
+            count += "fuse_lookup" in (task / "stack").read_text()
+    return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import pytest
 
 from preload.engine.kernels.native.build import COMPILERS, find_or_build
 from preload.engine.kernels.native.library import NativeLibrary
+
+# They run in processes of their own, which test_triton_interpreter.py starts.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
 
 VARIANTS = {"native": (), "without AVX-512": ("-mno-avx512f",)}
 
