@@ -68,6 +68,16 @@ def _run(arguments: argparse.Namespace) -> int:
     checkpoint = arguments.checkpoint or demo_checkpoint()
     if not os.path.exists(checkpoint):
         raise CheckpointNotFoundError(f"{checkpoint}: no such file or folder")
+    result = _measure(arguments, checkpoint)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        _print(arguments.what, result)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
+    result: dict[str, Any]
     if arguments.what == "attach":
         from preload.bench.attach import run as measure_attach
         from preload.bench.attach import run_device
@@ -102,24 +112,24 @@ def _run(arguments: argparse.Namespace) -> int:
             from .timeline import write_picture
 
             write_picture(arguments.svg, _tracks(result))
-    if arguments.json:
-        print(json.dumps(result))
-    elif arguments.what == "attach":
-        _print_attach(result)
-    elif arguments.what == "memory":
-        _print_memory(result)
-    elif arguments.what == "daemon":
+    return result
+
+
+def _print(what: str, result: dict[str, Any]) -> None:
+    if what == "daemon":
         print(f"SIGKILL of the daemon to the next attach (median): {result['daemon_restart']['p50_s']:.2f} s")
         print(f"longest pause of an engine that reads meanwhile: {result['longest_pause_s'] * 1000:.1f} ms")
-    elif arguments.what == "recipes":
-        _print_recipes(result)
-    elif arguments.what == "speculation":
-        _print_speculation(result)
-    elif arguments.what == "chaos":
+    elif what == "chaos":
         print("\n".join(f"{name}: {value}" for name, value in result.items() if name != "machine"))
     else:
-        _print_restart(result)
-    return 0
+        printers = {
+            "attach": _print_attach,
+            "memory": _print_memory,
+            "recipes": _print_recipes,
+            "speculation": _print_speculation,
+            "restart": _print_restart,
+        }
+        printers[what](result)
 
 
 def _run_steps(as_json: bool) -> int:
