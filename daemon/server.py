@@ -75,11 +75,8 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     doors.allow(config.allow_uids, config.allow_gids)  # what cannot be allowed is found before anything serves
     handover = Handover(str(runtime_dir / HANDOVER_SOCKET), cache.leases, doors)
     health = HealthServicer()
-    server = make_server()
     service = WeightCacheService(cache, metrics, probes.address, str(runtime_dir / HANDOVER_SOCKET))
-    weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    server.add_insecure_port(f"unix:{runtime_dir / DAEMON_SOCKET}")
+    server = _make_server(service, health, runtime_dir / DAEMON_SOCKET)
 
     await server.start()
     doors.opened()
@@ -115,6 +112,14 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     handover.close()
     probes.close()
     notifier.close()
+
+
+def _make_server(service: WeightCacheService, health: HealthServicer, path: Path) -> grpc.aio.Server:
+    server = make_server()
+    weight_cache_pb2_grpc.add_WeightCacheServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    server.add_insecure_port(f"unix:{path}")
+    return server
 
 
 def _stop_asked() -> asyncio.Event:
