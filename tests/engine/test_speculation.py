@@ -277,6 +277,25 @@ def test_a_draft_models_broken_weights_cost_drafts_and_nothing_else(
         assert all(entry.last.finish_reason is FinishReason.LENGTH for entry in got.values())
 
 
+def test_a_draft_model_without_enough_memory_costs_drafts_and_nothing_else(
+    tiny: Any, make_core: Any, make_request: Any, run_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, draft = make_core(tiny, num_blocks=200), tiny.decoder()
+    speculator = speculate(core, "draft", num_draft_tokens=3, draft=draft, adaptive=False)
+    forward, calls = draft.forward, iter(range(1000))
+
+    def seldom_fails(*args: Any) -> Any:
+        if next(calls) % 5 == 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        return forward(*args)
+
+    monkeypatch.setattr(draft, "forward", seldom_fails)
+    got = run_core(core, *requests(make_request))
+    assert tokens(got) == tokens(run_core(make_core(tiny, num_blocks=200), *requests(make_request)))
+    assert next(calls) > 10
+    assert speculator.acceptance.num_accepted == speculator.acceptance.num_drafted
+
+
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Any, tiny_model: Any, make_core: Any) -> None:
     with pytest.raises(RequestError, match="vocabulary of 50 tokens and the model one of 97"):
         speculate(make_core(tiny), "draft", draft=tiny_model(vocab_size=50).decoder())

@@ -7,11 +7,14 @@ processors) gets no drafts, and is computed as without speculation.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from preload.engine.core.memory import is_out_of_memory
 from preload.engine.core.request import Request
 from preload.engine.core.runner import StepInputs
 from preload.engine.core.sampler import SampledToken, Sampler
@@ -20,6 +23,8 @@ from preload.engine.core.scheduler import Schedule
 from .adaptive import DraftLength
 from .drafter import Computed, Draft, Drafter, Task
 from .verifier import Verifier
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -92,12 +97,23 @@ class Speculator:
         if not self.drafter.keeps_up:
             tasks = [task for task in tasks if task.num_wanted > 0]
         if tasks and (length or self.drafter.never_rests):
-            drafts = self.drafter.propose(tasks, _computed(plan, inputs, hidden))
-            for task, draft in zip(tasks, drafts, strict=True):
+            for task, draft in zip(tasks, self._propose(tasks, _computed(plan, inputs, hidden)), strict=True):
                 if draft.token_ids:
                     task.request.draft_ids = draft.token_ids
                     self._drafts[task.request.request_id] = draft
         self._measure(plan, inputs, started_s)
+
+    def _propose(self, tasks: Sequence[Task], computed: Computed) -> Sequence[Draft]:
+        """What the drafter guesses. Where memory does not suffice: nothing, and it is fed anew the next time."""
+        try:
+            return self.drafter.propose(tasks, computed)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("no drafts after this step, there was not enough memory for them: %s", error)
+            for task in tasks:
+                self.drafter.forget(task.request)
+            return [Draft()] * len(tasks)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
