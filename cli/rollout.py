@@ -27,10 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--set",
-        nargs="+",
+        action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="options of `preload serve` to change: max_num_seqs=8",
+        help="option of `preload serve` to change, such as max_num_seqs=8 (may be given several times)",
     )
     parser.add_argument(
         "--evict-first",

@@ -46,7 +46,7 @@ class Rollout:
         self._update = update
         self._report = report
         self._started = time.monotonic()
-        self._last_progress = 0.0
+        self._last_progress_s, self._last_progress = 0.0, ""
 
     async def run(self) -> None:
         """Reports each step. Raises PreloadError: nothing has changed then, or the message says what has."""
@@ -149,10 +149,12 @@ class Rollout:
 
     def _on_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
-        if total_bytes and now - self._last_progress >= _PROGRESS_S:
-            self._last_progress = now
-            share = done_bytes / total_bytes
-            self._say("load", f"{phase} {share:.0%}", done_bytes=done_bytes, total_bytes=total_bytes)
+        if not total_bytes or now - self._last_progress_s < _PROGRESS_S:
+            return
+        text = f"{phase} {done_bytes / total_bytes:.0%}"
+        if text != self._last_progress:
+            self._last_progress_s, self._last_progress = now, text
+            self._say("load", text, done_bytes=done_bytes, total_bytes=total_bytes)
 
     async def _bring_up(
         self, config: FrontendConfig, text_side: TextSide, running: Deployment | None, hold: WeightsHold | None
