@@ -163,27 +163,14 @@ def _options(
     echoed_logprobs: int | None = None,
 ) -> GenerationOptions:
     stream = fields.flag("stream")
-    prompt_logprobs = _prompt_logprobs(fields)
-    if stream and prompt_logprobs is not None:
-        raise unsupported("prompt_logprobs", "cannot be combined with 'stream'")
     stream_options = fields.object("stream_options")
     if stream_options and not stream:
         raise BadRequestError(
             "'stream_options' needs 'stream' to be true", param="stream_options", code="invalid_value"
         )
-    min_tokens = fields.integer("min_tokens", 0, 0, MAX_TOKENS)
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise BadRequestError(
-            f"'min_tokens' is {min_tokens}, more than the {max_tokens} tokens the answer may have",
-            param="min_tokens",
-            code="out_of_range",
-        )
-    repetition_penalty = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
-    if repetition_penalty == 0.0:
-        raise BadRequestError("'repetition_penalty' must be above 0", param="repetition_penalty", code="out_of_range")
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0.0:
-        raise BadRequestError("'top_p' must be above 0", param="top_p", code="out_of_range")
+    prompt_logprobs = _prompt_logprobs(fields)
+    if stream and prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "cannot be combined with 'stream'")
     return GenerationOptions(
         model=fields.text("model"),
         n=fields.integer("n", 1, 1, MAX_SEQUENCES_PER_REQUEST),
@@ -192,17 +179,17 @@ def _options(
         max_tokens=max_tokens,
         stop=_stop(fields.get("stop")),
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=top_p,
+        top_p=_above_zero(fields, "top_p", 1.0),
         top_k=max(0, fields.integer("top_k", 0, -1, 1 << 31)),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=repetition_penalty,
+        repetition_penalty=_above_zero(fields, "repetition_penalty", 100.0),
         logit_bias=_logit_bias(fields.object("logit_bias"), vocab_size),
         seed=_seed(fields),
         stop_token_ids=_stop_token_ids(fields.get("stop_token_ids"), vocab_size),
         ignore_eos=fields.flag("ignore_eos"),
-        min_tokens=min_tokens,
+        min_tokens=_min_tokens(fields, max_tokens),
         logprobs=logprobs,
         num_top_logprobs=num_top_logprobs,
         prompt_logprobs=max((n for n in (prompt_logprobs, echoed_logprobs) if n is not None), default=None),
@@ -210,6 +197,25 @@ def _options(
         cache_salt=_cache_salt(fields),
         constraints=parse_constraints(fields, vocab_size),
     )
+
+
+def _above_zero(fields: Fields, name: str, high: float) -> float:
+    """A number of which 0 means nothing. 1.0 where it is not given."""
+    value = fields.number(name, 1.0, 0.0, high)
+    if value == 0.0:
+        raise BadRequestError(f"{name!r} must be above 0", param=name, code="out_of_range")
+    return value
+
+
+def _min_tokens(fields: Fields, max_tokens: int | None) -> int:
+    min_tokens = fields.integer("min_tokens", 0, 0, MAX_TOKENS)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise BadRequestError(
+            f"'min_tokens' is {min_tokens}, more than the {max_tokens} tokens the answer may have",
+            param="min_tokens",
+            code="out_of_range",
+        )
+    return min_tokens
 
 
 def _prompt_logprobs(fields: Fields) -> int | None:
