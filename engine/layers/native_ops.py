@@ -18,6 +18,7 @@ from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.kernels.native.library import (
     HOLDS_GIL_TOKENS,
     LAYOUT_IDS,
+    UNITS,
     AttentionStepStruct,
     NativeLibrary,
     WeightStruct,
@@ -28,11 +29,14 @@ from .linear import Linear
 from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
 from .weights import Weight
 
+_UNIT_NAMES = {"integers": "VNNI", "tiles": "AMX"}
+
 
 def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
     """The fastest operations for a compute dtype. Other dtypes than float32 get native products only."""
     width = "AVX-512" if library.has_wide_vectors else "8-lane"
-    note = f"native {width} kernels on {library.num_threads} threads ({library.path.name})"
+    units = "".join(f" and {_UNIT_NAMES[name]}" for name in UNITS if name in library.units)
+    note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
     if dtype == torch.float32:
         return NativeOps(library, note)
     products = NativeProducts(library)

@@ -18,7 +18,13 @@ from preload.engine.kernels.native.library import NativeLibrary
 # They run in processes of their own, which test_triton_interpreter.py starts.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
 
-VARIANTS = {"native": (), "without AVX-512": ("-mno-avx512f",)}
+VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "native": ((), ("integers", "tiles")),
+    "without AMX": ((), ("integers",)),
+    "without integers": ((), ()),
+    "without AVX-512": (("-mno-avx512f",), ()),
+}
+"""Flags of the compiler, and units of the CPU that may be used where it has them."""
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +38,8 @@ def open_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int
             pytest.skip("no C++ compiler")
         key = (variant, num_threads)
         if key not in opened:
-            opened[key] = NativeLibrary(find_or_build(cache, VARIANTS[variant]), num_threads)
+            flags, units = VARIANTS[variant]
+            opened[key] = NativeLibrary(find_or_build(cache, flags), num_threads, units)
         return opened[key]
 
     return open_once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,10 @@ from preload.engine.quantization import int4_group32, int8_per_channel
 
 TOLERANCE = 1e-5
 """Of the result's norm: what float32 sums of a few thousand terms in another order may differ by, and more."""
-VARIANTS = ["native", "without AVX-512"]
+VARIANTS = ["native", "without AMX", "without integers", "without AVX-512"]
+INTEGER_LAYOUTS = ["gguf.q4_0", "gguf.q4_1", "gguf.q8_0", "int8_per_channel", "int4_group32"]
+EXACT = 1e-6
+"""Of a product of random numbers: float32's own error is a tenth to a quarter of it."""
 HALF_FIELDS = {"q6_k": [208], "q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2]}
 EXTREME = torch.tensor([0.0, -0.0, 6e-8, 1e-4, -0.02, 1.0, -3.5, 100.0, 65504.0, -65504.0]).half()
 
@@ -77,6 +81,58 @@ def test_a_token_gets_the_same_bits_in_every_batch(open_library: Any, layout: st
         project = native_ops(open_library(variant, num_threads), torch.float32).projection([Linear(weight)])
         for num_tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 129):
             assert torch.equal(project(x[300 - num_tokens :]), whole[300 - num_tokens :])
+
+
+def uneven_tokens(num_tokens: int, cols: int) -> torch.Tensor:
+    """Random activations; one row spans six orders of magnitude, one is mostly a single column, one is zero."""
+    x = torch.randn(num_tokens, cols, generator=torch.Generator().manual_seed(4))
+    x[0] *= torch.logspace(-3, 3, cols)
+    x[1, 40] = 3000.0
+    x[2] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("variant", ["native", "without AMX"])
+@pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
+def test_integers_are_as_exact_as_floats(open_library: Any, layout: str, variant: str) -> None:
+    library = open_library(variant, 2)
+    if "integers" not in library.units:
+        pytest.skip("the CPU or the compiler lacks AVX-512 VNNI")
+    project = native_ops(library, torch.float32).projection([Linear(weight := random_weight(layout, 130, 1536))])
+    x = uneven_tokens(40, 1536)
+    expected = x.double() @ weight.rows(slice(0, 130)).double().T
+    for got in (project(x), torch.cat([project(row[None]) for row in x])):
+        assert relative_error(got[3:], expected[3:]) < EXACT
+        assert relative_error(got[0], expected[0]) < EXACT
+        assert relative_error(got[1], expected[1]) < EXACT
+        assert not got[2].any()
+
+
+@pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
+def test_tiles_give_the_bits_of_integer_vectors(open_library: Any, layout: str) -> None:
+    libraries = [open_library(variant, 2) for variant in ("native", "without AMX")]
+    if "tiles" not in libraries[0].units:
+        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+    for rows, cols in [(37, 512), (130, 1536), (64, 576)]:
+        weight, x = random_weight(layout, rows, cols), uneven_tokens(140, cols)
+        tiles, vectors = (native_ops(one, torch.float32).projection([Linear(weight)]) for one in libraries)
+        for num_tokens in (5, 12, 17, 140):
+            assert torch.equal(tiles(x[:num_tokens]), vectors(x[:num_tokens])), (rows, cols, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
+def test_what_is_not_finite_stays_so_and_spoils_no_other_token(
+    open_library: Any, layout: str, num_tokens: int
+) -> None:
+    project = native_ops(open_library("native", 2), torch.float32).projection([Linear(random_weight(layout, 20, 64))])
+    x = torch.randn(num_tokens + 1, 64)
+    clean = project(x)
+    for broken in (math.nan, math.inf, -math.inf):
+        x[-1, 50] = broken
+        got = project(x)
+        assert not got[-1].isfinite().any()
+        assert torch.equal(got[:-1], clean[:-1])
 
 
 def test_read_only_mapped_weights_are_read_where_they_are(open_library: Any) -> None:

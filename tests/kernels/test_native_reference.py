@@ -35,7 +35,7 @@ def make_core(decoder: Decoder) -> tuple[EngineCore, dict[str, list[torch.Tensor
     return core, kept
 
 
-@pytest.mark.parametrize("variant", ["native", "without AVX-512"])
+@pytest.mark.parametrize("variant", ["native", "without AMX", "without AVX-512"])
 def test_greedy_ids_and_logits_are_the_reference_and_depend_on_no_batch(
     open_library: Any, demo_weights: Any, make_request: Any, run_core: Any, variant: str
 ) -> None:

@@ -3,7 +3,7 @@
 #include "attention.h"
 
 struct Session {
-  explicit Session(int num_threads) : context(num_threads), attention(num_threads) {}
+  Session(int num_threads, int32_t units) : context(num_threads, units), attention(num_threads) {}
   Context context;
   std::vector<AttentionScratch> attention;
 };
@@ -12,7 +12,10 @@ extern "C" {
 
 int32_t preload_has_wide_vectors() { return HAS_WIDE; }
 
-Session* preload_open(int32_t num_threads) { return new Session(num_threads); }
+int32_t preload_available_units() { return available_units(); }
+
+// units: those that the session may use; it uses what is available of them.
+Session* preload_open(int32_t num_threads, int32_t units) { return new Session(num_threads, units); }
 
 void preload_linear(Session* session, const Weight* weights, int64_t num_weights, const float* x, int64_t x_stride,
                     int64_t num_tokens, const float* norm_weight, float eps, int32_t swiglu, const float* residual,

@@ -29,6 +29,16 @@ struct Row {
   const float* minimum;
 };
 
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+INLINE Row row_of(const Weight& w, int64_t row) {
+  const int64_t groups = w.num_cols / 32;
+  return {w.data + row * w.row_bytes, w.scale ? w.scale + row * groups : nullptr,
+          w.minimum ? w.minimum + row * groups : nullptr};
+}
+
+INLINE bool is_interleaved(int32_t layout) { return layout == kInt4Group32; }
+
 struct Plain {
   static constexpr bool kInterleaved = false, kRowScale = false;
 };

@@ -7,6 +7,7 @@ tensors' data, which the caller keeps alive during a call, and weights as long a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -19,6 +20,10 @@ LAYOUT_IDS: dict[str, int] = {
     "int8_per_channel": 11, "int4_group32": 12,
 }  # fmt: skip
 """Numbers of layouts.h. A dense weight's dtype is part of its name here."""
+
+UNITS: dict[str, int] = {"integers": 1, "tiles": 2}
+"""Units of the CPU beyond vectors of floats, `Units` of linear.h: AVX-512 VNNI, and AMX. Without integers a product's
+last bits differ, without tiles it only takes longer."""
 
 HOLDS_GIL_TOKENS = 8
 """Calls of at most this many tokens take microseconds and keep the interpreter's lock: giving it up and taking it
@@ -54,9 +59,10 @@ _LINEAR_TYPES = (
 class NativeLibrary:
     """A loaded shared object and its threads. Lives as long as the process: code is never unloaded.
 
-    Raises KernelsUnavailableError if the file cannot be loaded."""
+    `allowed_units`: which of UNITS it uses where the machine has them. Raises KernelsUnavailableError if the file
+    cannot be loaded."""
 
-    def __init__(self, path: Path, num_threads: int) -> None:
+    def __init__(self, path: Path, num_threads: int, allowed_units: Collection[str] = tuple(UNITS)) -> None:
         self.path = path
         self.num_threads = num_threads
         try:
@@ -65,7 +71,9 @@ class NativeLibrary:
             raise KernelsUnavailableError(f"cannot load {path}: {error}") from error
         holding.preload_open.restype = c_void_p
         self.has_wide_vectors = bool(holding.preload_has_wide_vectors())
-        self.session = c_void_p(holding.preload_open(num_threads))
+        available = holding.preload_available_units()
+        self.units = frozenset(name for name in allowed_units if available & UNITS[name])
+        self.session = c_void_p(holding.preload_open(num_threads, sum(UNITS[name] for name in self.units)))
         for library in (holding, releasing):
             library.preload_linear.argtypes = _LINEAR_TYPES
             library.preload_linear.restype = None

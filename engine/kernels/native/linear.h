@@ -11,11 +11,31 @@
 #include "elementwise.h"
 #include "products.h"
 
+// Which units of the CPU a session may use beyond vectors of floats; numbers shared with native/library.py. Results of
+// kIntegers differ from those without in their last bits, those of kTiles do not.
+enum Units : int32_t { kIntegers = 1, kTiles = 2 };
+
+inline int32_t available_units() {
+  int32_t units = 0;
+#if HAS_INTEGERS
+  units |= kIntegers;
+#endif
+#if HAS_TILES
+  if (may_use_tiles()) units |= kTiles;
+#endif
+  return units;
+}
+
 struct Context {
-  explicit Context(int num_threads) : pool(num_threads), tiles(num_threads), sums(num_threads) {}
+  Context(int num_threads, int32_t allowed_units)
+      : units(allowed_units & available_units()), pool(num_threads), tiles(num_threads), sums(num_threads) {}
+  const int32_t units;
   Pool pool;
   std::vector<Scratch> tiles, sums;  // one per thread
   Scratch normed, interleaved;
+#if HAS_INTEGERS
+  PlaneBuffers planes[2][2];
+#endif
   std::mutex mutex;  // one call at a time
 };
 
@@ -31,14 +51,42 @@ struct LinearCall {
   float* out;  // contiguous
 };
 
+// Planes that the call's weights want, and whether one of them wants floats: then in what order.
+inline void choose_forms(Context& context, const LinearCall& call, Activations& x, bool* wants_floats) {
+#if HAS_INTEGERS
+  x.use_tiles = context.units & kTiles && call.num_tokens > kVnniTokens;
+#endif
+  for (int64_t i = 0; i < call.num_weights; ++i) {
+    const Weight& w = call.weights[i];
+    const bool interleaved = is_interleaved(w.layout);
+#if HAS_INTEGERS
+    if (context.units & kIntegers && has_integers(w)) {
+      const bool pairs = x.use_tiles && has_nibbles(w);
+      Planes& planes = x.planes[interleaved][pairs];
+      if (!planes.rows)
+        planes = context.planes[interleaved][pairs].get(w.num_cols / 32, call.num_tokens, pairs);
+      continue;
+    }
+#endif
+    wants_floats[interleaved] = true;
+  }
+}
+
 // Activations as the kernels read them. Copies only for a norm, for an interleaved layout, and for ragged columns.
 inline Activations prepare(Context& context, const LinearCall& call) {
   const int64_t cols = call.weights[0].num_cols, padded = round_up(cols, 16);
   Activations x{call.x, nullptr, call.x_stride};
-  bool wants_interleaved = false;
-  for (int64_t i = 0; i < call.num_weights; ++i) wants_interleaved |= is_interleaved(call.weights[i].layout);
+  bool wants_floats[2] = {};
+  choose_forms(context, call, x, wants_floats);
   const bool copies = call.norm_weight || cols % 16;
-  if (!copies && !wants_interleaved) return x;
+  bool wants_interleaved = wants_floats[1], wants_planes = false;
+#if HAS_INTEGERS
+  for (int pairs = 0; pairs < 2; ++pairs) {
+    wants_interleaved |= x.planes[1][pairs].rows != nullptr;
+    wants_planes |= x.planes[0][pairs].rows || x.planes[1][pairs].rows;
+  }
+#endif
+  if (!copies && !wants_interleaved && !wants_planes) return x;
   float* normed = copies ? context.normed.get(call.num_tokens * padded) : nullptr;
   float* interleaved = wants_interleaved ? context.interleaved.get(call.num_tokens * padded) : nullptr;
   auto one = [&](int64_t t) {
@@ -51,6 +99,11 @@ inline Activations prepare(Context& context, const LinearCall& call) {
       row = to;
     }
     if (wants_interleaved) interleave(row, cols, interleaved + t * padded);
+#if HAS_INTEGERS
+    for (int i = 0; i < 4; ++i)
+      if (x.planes[i / 2][i % 2].rows)
+        store_row_planes(x.planes[i / 2][i % 2], t, i / 2 ? interleaved + t * padded : row, cols);
+#endif
   };
   if (call.num_tokens <= 8) {  // less work than waking a thread
     for (int64_t t = 0; t < call.num_tokens; ++t) one(t);
@@ -74,7 +127,7 @@ inline int64_t rows_per_task(const Context& context, const LinearCall& call, int
     return std::clamp<int64_t>(share / 16 * 16, 16, 256);
   }
   int64_t fitting = kTileBytes / (round_up(call.weights[0].num_cols, 16) * 4);
-  return std::clamp<int64_t>(fitting / 16 * 16, 16, 32);
+  return std::clamp<int64_t>(fitting / 16 * 16, 16, 64);
 }
 
 inline void run_linear(Context& context, const LinearCall& call) {

@@ -7,8 +7,7 @@
 
 #include <cmath>
 
-#include "layouts.h"
-#include "pool.h"
+#include "integer_products.h"
 
 // Measured on SmolLM2's shapes (Q4_1, one thread): eight tokens take 170 µs in registers and 206 by a tile; beyond
 // eight their accumulators leave the registers, and the tile wins.
@@ -24,15 +23,11 @@ struct Activations {
   const float* plain;        // rows of at least round_up(cols, 16) floats if is_padded
   const float* interleaved;  // even columns of each 32 first; null if no layout asks for it
   int64_t stride;
+#if HAS_INTEGERS
+  Planes planes[2][2];  // [interleaved][pairs], of what some weight asks for
+  bool use_tiles;
+#endif
 };
-
-INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-INLINE Row row_of(const Weight& w, int64_t row) {
-  const int64_t groups = w.num_cols / 32;
-  return {w.data + row * w.row_bytes, w.scale ? w.scale + row * groups : nullptr,
-          w.minimum ? w.minimum + row * groups : nullptr};
-}
 
 // The last num_cols % kColumns weights of a dense row, followed by zeros.
 template <class L>
@@ -187,6 +182,12 @@ inline void tile_products(int64_t tokens, const float* x, int64_t x_stride, cons
   }
 }
 
+inline void add_bias(const Weight& w, int64_t first, int64_t end, int64_t tokens, float* sums, int64_t stride) {
+  if (!w.bias) return;
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t row = first; row < end; ++row) sums[t * stride + row - first] += w.bias[row];
+}
+
 // sums[t * stride + i] = (x · Wᵀ + bias)[t, first + i]. `sums` has room for a multiple of four rows.
 template <class L>
 inline void rows_product(const Weight& w, int64_t first, int64_t end, const float* x, int64_t x_stride,
@@ -205,21 +206,27 @@ inline void rows_product(const Weight& w, int64_t first, int64_t end, const floa
     std::memset(tile + (end - first) * columns, 0, (rows - (end - first)) * columns * sizeof(float));
     tile_products(tokens, x, x_stride, tile, columns, rows, columns, sums, stride);
   }
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t row = first; row < end; ++row) {
-      float& value = sums[t * stride + row - first];
-      if (L::kRowScale) value *= w.scale[row];
-      if (w.bias) value += w.bias[row];
-    }
+  if (L::kRowScale)
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t row = first; row < end; ++row) sums[t * stride + row - first] *= w.scale[row];
+  add_bias(w, first, end, tokens, sums, stride);
 }
 
 inline void any_rows_product(const Weight& w, int64_t first, int64_t end, const Activations& x, int64_t token,
                              int64_t tokens, float* sums, int64_t stride, Scratch& tiles) {
   with_layout(w.layout, [&](auto layout) {
     using L = decltype(layout);
+#if HAS_INTEGERS
+    if constexpr (Integers<L>::kIs) {
+      const Planes* planes = x.planes[L::kInterleaved];
+      const Planes& used = planes[Integers<L>::kNibbles && planes[1].rows];
+      if (used.rows && w.num_cols % 32 == 0) {
+        integer_product<L>(w, first, end, used, token, tokens, x.use_tiles, sums, stride, tiles);
+        return add_bias(w, first, end, tokens, sums, stride);
+      }
+    }
+#endif
     const float* rows = (L::kInterleaved ? x.interleaved : x.plain) + token * x.stride;
     rows_product<L>(w, first, end, rows, x.stride, tokens, sums, stride, tiles);
   });
 }
-
-INLINE bool is_interleaved(int32_t layout) { return layout == kInt4Group32; }

@@ -1,0 +1,156 @@
+// Products of a panel (16 rows of weights taken apart, see integer_products.h) by AMX, 16 tokens at a time.
+//
+// A tile of activations has a row for each plane of each token, so a product's rows are the planes' sums, which leave
+// the unit after each block of 32 columns. Those of the next block are under way meanwhile. Instructions are written
+// as assembly, because the compiler's intrinsics do not say that they read memory.
+#pragma once
+
+#include "planes.h"
+
+#if HAS_INTEGERS && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__x86_64__)
+#define HAS_TILES 1
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int64_t kAmxTokens = 16;
+constexpr int64_t kChunkBlocks = 16;  // 16 tokens' planes of so many blocks stay in the first-level cache: 32 KiB
+
+// Linux gives a process the tiles' registers when it asks, and its later children and threads with it.
+inline bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// The shapes of the tiles of one kind of planes, for a thread, until it ends.
+class TileShapes {
+ public:
+  explicit TileShapes(bool is_pairs) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    for (int tile = 0; tile < 8; ++tile) {  // 0 … 2: sums, 4 … 6: activations, 7: weights
+      shapes.rows[tile] = tile == 7 && !is_pairs ? 8 : 16;
+      shapes.bytes[tile] = tile >= 4 && tile < 7 && !is_pairs ? 32 : 64;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
+  }
+  ~TileShapes() { asm volatile("tilerelease" ::: "memory"); }
+};
+
+template <int kTile>
+INLINE void load_tile(const void* at, int64_t row_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(kTile) : "memory");
+}
+
+// sums kTile = activations 4 + kTile · weights 7, stored at `to`.
+template <int kTile, bool kSigned>
+INLINE void multiply_tile(const int8_t* activations, int64_t row_bytes, int32_t* to) {
+  load_tile<4 + kTile>(activations, row_bytes);
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+  if (kSigned) asm volatile("tdpbssd %%tmm7, %%tmm%c0, %%tmm%c1" ::"i"(4 + kTile), "i"(kTile));
+  else asm volatile("tdpbsud %%tmm7, %%tmm%c0, %%tmm%c1" ::"i"(4 + kTile), "i"(kTile));
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t{64}), "i"(kTile) : "memory");
+}
+
+template <bool kSigned, bool kPairs, int kTokens>
+INLINE void multiply_block(const Planes& x, int64_t block, int64_t token, const uint8_t* tile, int32_t* to) {
+  constexpr int64_t kRowBytes = kPairs ? 64 : 32, kRows = kTokens * (kPairs ? 2 : 3);
+  const int8_t* rows = x.rows + (block * x.stride + token) * (kPairs ? kPairBytes : kEightBytes);
+  load_tile<7>(tile, 64);
+  multiply_tile<0, kSigned>(rows, kRowBytes, to);
+  if (kRows > 16) multiply_tile<1, kSigned>(rows + 16 * kRowBytes, kRowBytes, to + 256);
+  if (kRows > 32) multiply_tile<2, kSigned>(rows + 32 * kRowBytes, kRowBytes, to + 512);
+}
+
+// Adds the blocks begin … end − 1 to out[t * out_stride + r], which holds what the blocks before gave.
+template <bool kSigned, bool kPairs, int kTokens>
+inline void amx_product16(const uint8_t* tiles, const float* scales, int64_t begin, int64_t end, const Planes& x,
+                           int64_t token, float* out, int64_t out_stride) {
+  constexpr int64_t kTileSize = kPairs ? 1024 : 512;
+  alignas(64) int32_t products[2][768];
+  V sums[kTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) sums[t] = begin ? load(out + t * out_stride) : zero();
+  multiply_block<kSigned, kPairs, kTokens>(x, begin, token, tiles + begin * kTileSize, products[begin % 2]);
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t next = std::min(block + 1, end - 1);
+    multiply_block<kSigned, kPairs, kTokens>(x, next, token, tiles + next * kTileSize, products[(block + 1) % 2]);
+    const int32_t* of = products[block % 2];
+    const float* x_scales = x.scales + block * x.stride + token;
+    const V scale = load(scales + block * 16);
+    auto integers = [&](int row) { return _mm512_load_si512(of + 16 * row); };
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      V f;
+      if (kPairs) {
+        f = fma(V{_mm512_cvtepi32_ps(integers(2 * t))}, splat(4096.0f), V{_mm512_cvtepi32_ps(integers(2 * t + 1))});
+      } else {
+        const __m512i low = _mm512_add_epi32(_mm512_slli_epi32(integers(3 * t + 1), 8), integers(3 * t + 2));
+        f = fma(V{_mm512_cvtepi32_ps(integers(3 * t))}, splat(65536.0f), V{_mm512_cvtepi32_ps(low)});
+      }
+      sums[t] = fma(f * splat(x_scales[t]), scale, sums[t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) store(out + t * out_stride, sums[t]);
+}
+
+// out[t * out_stride + r] += Σ over blocks of minimum · Σ x.
+template <int kTokens>
+inline void add_minima(const float* minima, int64_t num_blocks, const Planes& x, int64_t token, float* out,
+                       int64_t out_stride) {
+  V sums[kTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) sums[t] = zero();
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const V minimum = load(minima + block * 16);
+    const float* x_sums = x.sums + block * x.stride + token;
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) sums[t] = fma(minimum, splat(x_sums[t]), sums[t]);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) store(out + t * out_stride, load(out + t * out_stride) + sums[t]);
+}
+
+// The above, for panels of `groups` times 16 rows, and up to 16 tokens, of which a multiple of four is computed.
+template <bool kSigned, bool kPairs, int kTokens>
+inline void amx_products16(const uint8_t* tiles, const float* scales, const float* minima, int64_t groups,
+                            int64_t num_blocks, int64_t begin, int64_t end, const Planes& x, int64_t token,
+                            float* out, int64_t out_stride) {
+  for (int64_t g = 0; g < groups; ++g) {
+    float* to = out + 16 * g;
+    amx_product16<kSigned, kPairs, kTokens>(tiles + g * num_blocks * (kPairs ? 1024 : 512),
+                                             scales + g * num_blocks * 16, begin, end, x, token, to, out_stride);
+    if (!kSigned && end == num_blocks)
+      add_minima<kTokens>(minima + g * num_blocks * 16, num_blocks, x, token, to, out_stride);
+  }
+}
+
+// out[t * out_stride + r] for all rows of the panels. `out` has room for a multiple of four tokens.
+template <bool kSigned, bool kPairs>
+inline void amx_products(const uint8_t* tiles, const float* scales, const float* minima, int64_t groups,
+                         int64_t num_blocks, const Planes& x, int64_t token, int64_t tokens, float* out,
+                          int64_t out_stride) {
+  const TileShapes shapes(kPairs);
+  for (int64_t begin = 0; begin < num_blocks; begin += kChunkBlocks) {
+    const int64_t end = std::min(begin + kChunkBlocks, num_blocks);
+    for (int64_t t = 0; t < tokens; t += kAmxTokens) {
+      auto compute = [&](auto count) {
+        amx_products16<kSigned, kPairs, decltype(count)::value>(tiles, scales, minima, groups, num_blocks, begin, end,
+                                                                 x, token + t, out + t * out_stride, out_stride);
+      };
+      switch ((std::min(kAmxTokens, tokens - t) + 3) / 4) {
+        case 1: compute(std::integral_constant<int, 4>{}); break;
+        case 2: compute(std::integral_constant<int, 8>{}); break;
+        case 3: compute(std::integral_constant<int, 12>{}); break;
+        case 4: compute(std::integral_constant<int, 16>{}); break;
+      }
+    }
+  }
+}
+#else
+#define HAS_TILES 0
+#endif
