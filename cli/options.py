@@ -132,7 +132,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS
 
     parser.add_argument("--model", default="auto", help='model family, "auto" or "raw" (default: auto)')
-    parser.add_argument("--quantization", default="keep", choices=QUANTIZATIONS, help="how weights stay resident")
+    known = ", ".join(QUANTIZATIONS)
+    parser.add_argument("--quantization", default="keep", help=f"how weights stay resident: {known} (default: keep)")
     parser.add_argument("--compute-dtype", default="float32", choices=COMPUTE_DTYPES, help="dtype of activations")
     parser.add_argument(
         "--config-overrides",

@@ -13,7 +13,13 @@ from preload.protos import weight_cache_pb2 as pb
 LAYOUT_VERSION = 1
 """Version of the resident layout that this engine writes and reads. Another version is another generation."""
 
-QUANTIZATIONS = ("keep", "bf16", "f32", "int8_per_channel", "int4_group32")
+QUANTIZATIONS = (
+    "keep", "bf16", "f32", "int8_per_channel", "int4_group32",
+    "fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4", "nvfp4",
+)  # fmt: skip
+"""Resident forms of two-dimensional weights. The formats: engine/quantization."""
+
+_OLD_NAMES = {"fp8": "fp8_per_tensor"}
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
@@ -27,8 +33,7 @@ class Recipe:
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.quantization not in QUANTIZATIONS:
-            raise RequestError(f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}")
+        check_quantization(self.quantization)
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise RequestError(f"unknown compute dtype {self.compute_dtype!r}; known are {', '.join(COMPUTE_DTYPES)}")
 
@@ -54,6 +59,14 @@ class Recipe:
             compute_dtype=message.compute_dtype or "float32",
             config_overrides=parse_overrides(message.config_overrides),
         )
+
+
+def check_quantization(name: str) -> None:
+    """Raises RequestError for a name that is none, or an old one, whose message tells the new one."""
+    if name in _OLD_NAMES:
+        raise RequestError(f"the quantization {name!r} is no longer taken; its name is {_OLD_NAMES[name]!r}")
+    if name not in QUANTIZATIONS:
+        raise RequestError(f"unknown quantization {name!r}; known are {', '.join(QUANTIZATIONS)}")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:

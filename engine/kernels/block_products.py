@@ -68,12 +68,16 @@ def product_q8_0(x: Tensor, parts: Parts) -> Tensor:
 
 def product_int4_group32(x: Tensor, parts: Parts) -> Tensor:
     """x: dtype[num_tokens, num_cols]; parts: weight uint8[num_rows, num_cols/2], scale and min
-    float32[num_rows, num_cols/32] → dtype[num_tokens, num_rows]."""
+    float32[num_rows, num_cols/group], the group a multiple of 32 → dtype[num_tokens, num_rows]."""
     words = _blocks(parts["weight"], torch.int32, 4)
+    repeats = words.shape[1] // max(1, parts["scale"].shape[1])
 
     def unpack(rows: slice, quants: Tensor) -> tuple[Tensor, Tensor | None]:
         _split_nibbles(_copy(words[rows]), quants)
-        return parts["scale"][rows], parts["min"][rows]
+        scale, minimum = parts["scale"][rows], parts["min"][rows]
+        if repeats > 1:
+            return scale.repeat_interleave(repeats, dim=1), minimum.repeat_interleave(repeats, dim=1)
+        return scale, minimum
 
     even_first = x.view(x.shape[0], x.shape[1] // 2, 2).transpose(1, 2).reshape(x.shape)
     return _product(x, even_first, words.shape[:2], unpack)
@@ -147,6 +151,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Parts], Tensor]] = {
     "gguf.q4_1": product_q4_1,
     "gguf.q8_0": product_q8_0,
     "int4_group32": product_int4_group32,
+    "int4_group64": product_int4_group32,
+    "int4_group128": product_int4_group32,
     "int8_per_channel": product_int8_per_channel,
 }
 """By layout. Layouts that are not here are computed by rows, see engine/layers/linear.py."""

@@ -2,8 +2,8 @@
 
 Owns the translation of weights, caches and batches to the C structures of native/library.py, done once per weight
 and once per step. Results are the same bits for a token whatever batch it is in and whatever the number of threads.
-What the kernels do not cover (a head_dim that is no multiple of 16, float16 activations) is left to TorchOps, and
-`describe` says so. Weights are read where they are mapped; nothing of them is copied or written.
+What the kernels do not cover (a head_dim that is no multiple of 16, float16 activations, layouts made for GPUs) is
+left to TorchOps, and `describe` says so. Weights are read where they are mapped; nothing is copied or written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from preload.engine.kernels.native.library import (
 )
 from preload.engine.quantization.layouts import DENSE
 
-from .linear import Linear
+from .linear import Linear, product
 from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
 from .weights import Weight
 
@@ -39,8 +39,7 @@ def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
     note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
     if dtype == torch.float32:
         return NativeOps(library, note)
-    products = NativeProducts(library)
-    return TorchOps(products, f"products by {note}, the rest by torch in {dtype}")
+    return NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")
 
 
 class NativeOps:
@@ -50,19 +49,26 @@ class NativeOps:
         self._library = library
         self._note = note
         self._torch_attention = ""
+        self._by_torch: set[str] = set()
         self._steps = StepStructs()
 
     def describe(self) -> str:
-        return self._note + self._torch_attention
+        return self._note + self._torch_attention + by_torch_note(self._by_torch)
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        if not self._covers(*linears):
+            return TorchOps().projection(linears, norm)
         num_rows = sum(linear.weight.num_rows for linear in linears)
         return NativeLinear(self._library, linears, num_rows, norm=norm)
 
     def added_projection(self, linear: Linear) -> AddedProjection:
+        if not self._covers(linear):
+            return TorchOps().added_projection(linear)
         return NativeLinear(self._library, [linear], linear.weight.num_rows)
 
     def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        if not self._covers(gate, up):
+            return TorchOps().gated_projection(gate, up, norm)
         return NativeLinear(self._library, [gate, up], gate.weight.num_rows, norm=norm, swiglu=True)
 
     def attention(self, heads: Heads) -> Attention:
@@ -70,6 +76,39 @@ class NativeOps:
             self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
             return TorchOps().attention(heads)
         return NativeAttention(self._library, heads, self._steps)
+
+    def _covers(self, *linears: Linear) -> bool:
+        """Whether all of these are the kernels' to multiply; what is not is noted."""
+        left = {linear.weight.layout for linear in linears if layout_name(linear.weight) not in LAYOUT_IDS}
+        self._by_torch |= left
+        return not left
+
+
+class NativeProductOps(TorchOps):
+    """Torch's operations with native products; `describe` tells whose products are torch's too."""
+
+    def __init__(self, products: NativeProducts, note: str) -> None:
+        super().__init__(products, note)
+        self._products = products
+
+    def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
+        self._products.note(*linears)
+        return super().projection(linears, norm)
+
+    def added_projection(self, linear: Linear) -> AddedProjection:
+        self._products.note(linear)
+        return super().added_projection(linear)
+
+    def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
+        self._products.note(gate, up)
+        return super().gated_projection(gate, up, norm)
+
+    def describe(self) -> str:
+        return super().describe() + by_torch_note(self._products.by_torch)
+
+
+def by_torch_note(layouts: set[str]) -> str:
+    return f"; products of {', '.join(sorted(layouts))} by torch" if layouts else ""
 
 
 class NativeLinear:
@@ -118,8 +157,15 @@ class NativeProducts:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self._by_weight: dict[int, NativeLinear] = {}
+        self.by_torch: set[str] = set()
+
+    def note(self, *linears: Linear) -> None:
+        """Notes those that are not the kernels' to multiply."""
+        self.by_torch |= {li.weight.layout for li in linears if layout_name(li.weight) not in LAYOUT_IDS}
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor:
+        if weight.layout in self.by_torch:
+            return product(x, weight)
         linear = self._by_weight.get(id(weight))
         if linear is None:
             linear = NativeLinear(self._library, [Linear(weight)], weight.num_rows)
@@ -174,7 +220,6 @@ class NativeAttention:
 def weight_struct(weight: Weight, bias: Tensor | None = None) -> WeightStruct:
     """`Weight` of layouts.h. Raises AssertionError for a weight whose rows are not contiguous."""
     data = weight.parts["weight"]
-    layout = f"{DENSE}.{str(data.dtype).removeprefix('torch.')}" if weight.layout == DENSE else weight.layout
     if any(not part.is_contiguous() for part in weight.parts.values()):
         raise AssertionError(f"{weight.name}: the native kernels read contiguous rows")
     return WeightStruct(
@@ -182,8 +227,15 @@ def weight_struct(weight: Weight, bias: Tensor | None = None) -> WeightStruct:
         _address(weight.parts.get("scale")),
         _address(weight.parts.get("min")),
         _address(bias),
-        weight.num_rows, weight.num_cols, data.stride(0) * data.element_size(), LAYOUT_IDS[layout],
+        weight.num_rows, weight.num_cols, data.stride(0) * data.element_size(), LAYOUT_IDS[layout_name(weight)],
     )  # fmt: skip
+
+
+def layout_name(weight: Weight) -> str:
+    """As LAYOUT_IDS names it: a dense weight's dtype is part of it."""
+    if weight.layout != DENSE:
+        return weight.layout
+    return f"{DENSE}.{str(weight.parts['weight'].dtype).removeprefix('torch.')}"
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -7,17 +7,33 @@ tensor. Owns no file and no segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from preload.engine.quantization import dequantize, int4_group32, int8_per_channel
+from preload.engine.quantization import (
+    dequantize,
+    fp8_per_block,
+    fp8_per_tensor,
+    int4_group32,
+    int8_per_channel,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
 
 from .files import fault
+from .resident_parts import NEED_AMAX
 from .steps import Step
+from .unpack import unpack
 
-_QUANTIZERS = {
-    int8_per_channel.LAYOUT: (int8_per_channel.quantize, ("weight", "scale")),
-    int4_group32.LAYOUT: (int4_group32.quantize, ("weight", "scale", "min")),
+_QUANTIZERS: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
+    int8_per_channel.LAYOUT: int8_per_channel.quantize,
+    int4_group32.LAYOUT: int4_group32.quantize,
+    fp8_per_block.LAYOUT: fp8_per_block.quantize,
+    mxfp8.LAYOUT: mxfp8.quantize,
+    mxfp4.LAYOUT: mxfp4.quantize,
 }
 
 
@@ -26,17 +42,51 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def convert_rows(step: Step, stored: bytearray | memoryview, num_rows: int) -> list[memoryview]:
+def convert_rows(
+    step: Step, stored: bytearray | memoryview, num_rows: int, amax: float = 0.0, *, is_first: bool = True
+) -> list[memoryview]:
     """The bytes of each target of `step` for `num_rows` rows whose stored bytes are given, in order of targets.
 
-    Rows stored permuted must come as whole heads. Raises CheckpointError for a value that cannot be quantized.
+    Rows stored permuted must come as whole heads, and rows of fp8_per_block as whole blocks. `amax`: the largest
+    magnitude of the whole weight, for layouts that need it; what there is once for a weight comes with its first
+    rows. Raises CheckpointError for a value that cannot be quantized.
     """
+    layout = step.layout
+    if layout not in _QUANTIZERS and layout not in NEED_AMAX:
+        return [_bytes(_in_order(step, stored, num_rows).to(getattr(torch, step.targets[0].dtype)))]
+    rows = _finite(step, _in_order(step, stored, num_rows), layout)
+    parts = _quantize_with(layout, rows, amax) if layout in NEED_AMAX else _QUANTIZERS[layout](rows)
+    pieces = [_bytes(part) for part in parts.values()]
+    if layout in NEED_AMAX and not is_first:
+        pieces[-1] = pieces[-1][:0]
+    return pieces
+
+
+def largest(step: Step, stored: bytearray | memoryview, num_rows: int) -> float:
+    """The largest magnitude of some rows. Raises CheckpointError for a value that cannot be quantized."""
+    rows = _finite(step, _read_rows(step, stored, num_rows), step.layout)
+    return float(rows.abs().amax()) if rows.numel() else 0.0
+
+
+def convert_packed(step: Step, stored: Sequence[memoryview]) -> list[memoryview]:
+    """The bytes of each target of a packed weight, of those of its sources."""
+    return [_bytes(part) for part in unpack(step, stored).values()]
+
+
+def _quantize_with(layout: str, rows: Tensor, amax: float) -> dict[str, Tensor]:
+    """The scale of the whole weight is the last part."""
+    whole = torch.tensor(amax, dtype=torch.float32)
+    if layout == fp8_per_tensor.LAYOUT:
+        return fp8_per_tensor.quantize(rows, fp8_per_tensor.scale_for(whole).reshape(1))
+    return nvfp4.quantize(rows, nvfp4.global_scale_for(whole))
+
+
+def _in_order(step: Step, stored: bytearray | memoryview, num_rows: int) -> Tensor:
     rows = _read_rows(step, stored, num_rows)
-    if step.permuted_head_dim:
-        rows = _unpermute(rows, step.permuted_head_dim)
-    layout = step.targets[0].layout
-    if layout not in _QUANTIZERS:
-        return [_bytes(rows.to(getattr(torch, step.targets[0].dtype)))]
+    return _unpermute(rows, step.permuted_head_dim) if step.permuted_head_dim else rows
+
+
+def _finite(step: Step, rows: Tensor, layout: str) -> Tensor:
     rows = rows.float()
     if not bool(torch.isfinite(rows).all()):
         raise fault(
@@ -44,9 +94,7 @@ def convert_rows(step: Step, stored: bytearray | memoryview, num_rows: int) -> l
             f"holds values that are not finite and cannot be quantized to {layout}; choose bf16 or f32",
             step.source.name,
         )
-    quantize, parts = _QUANTIZERS[layout]
-    quantized = quantize(rows)
-    return [_bytes(quantized[part]) for part in parts]
+    return rows
 
 
 def _read_rows(step: Step, stored: bytearray | memoryview, num_rows: int) -> Tensor:

@@ -3,11 +3,14 @@
 Each thread takes one tensor at a time and moves it in pieces through a small scratch of its own: read, hash while
 in cache, convert if the recipe says so, write. Writing through the descriptor beats writing through a mapping: the
 kernel need not clear the pages first, nor fault them in one by one. Invariant: private memory is bounded by threads
-× piece, whatever the size of the checkpoint. Reading and hashing release the interpreter's lock.
+× piece, whatever the size of the checkpoint; but for packed weights (packed.py), which are converted whole, one at a
+time. A layout whose scale takes the whole weight has it read twice. Reading and hashing release the interpreter's
+lock.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -17,7 +20,9 @@ from blake3 import blake3
 
 from preload.engine.models.llama_names import stored_row
 
+from .files import TensorInfo
 from .plan import Plan
+from .resident_parts import NEED_AMAX, PIECE_ROWS
 from .steps import Resolved, Step
 
 PIECE_BYTES = 1 << 20
@@ -49,6 +54,7 @@ class Filler:
         self._write = write
         self._filled = Filled()
         self._lock = threading.Lock()
+        self._whole = threading.Lock()
         self._done_bytes = 0
         self._stopped = False
         self._scratch = threading.local()
@@ -80,6 +86,9 @@ class Filler:
             raise
 
     def _process(self, step: Step) -> None:
+        if step.packing is not None:
+            self._process_packed(step)
+            return
         hashers = [blake3() for _ in step.targets]
         source = blake3()
         offsets = [0] * len(step.targets)
@@ -100,6 +109,51 @@ class Filler:
         for target, hasher in zip(step.targets, hashers, strict=True):
             self._filled.resident_digests[target.name] = hasher.digest() if hashes_targets else digest
 
+    def _process_packed(self, step: Step) -> None:
+        """Weights that are stored as several tensors: hashed as they are read, converted whole."""
+        if self._plan is None:
+            for source in step.sources:
+                self._read_whole(source, None)
+            return
+        with self._whole:
+            stored = [bytearray(source.num_bytes) for source in step.sources]
+            for source, buffer in zip(step.sources, stored, strict=True):
+                self._read_whole(source, memoryview(buffer))
+            if self._stopped:
+                return
+            from .convert import convert_packed  # torch
+
+            for index, data in enumerate(convert_packed(step, [memoryview(buffer) for buffer in stored])):
+                self._put(step, index, 0, data)
+                self._filled.resident_digests[step.targets[index].name] = blake3(data).digest()
+
+    def _read_whole(self, source: TensorInfo, into: memoryview | None) -> None:
+        """Reads and hashes a stored tensor, and keeps its bytes if there is a place for them."""
+        hasher = blake3()
+        for start in range(0, source.num_bytes, PIECE_BYTES):
+            if self._stopped:
+                return
+            num_bytes = min(PIECE_BYTES, source.num_bytes - start)
+            piece = self._buffer(num_bytes) if into is None else into[start : start + num_bytes]
+            source.file.read_into(piece, source.offset + start)
+            hasher.update(piece)
+            with self._lock:
+                self._done_bytes += num_bytes
+        self._filled.source_digests[source.name] = hasher.digest()
+
+    def _amax(self, step: Step, piece_bytes: int, num_row_bytes: int) -> float:
+        """The largest magnitude of a weight, by a reading of its own."""
+        from .convert import largest  # torch
+
+        found = 0.0
+        for start in range(0, step.source.num_bytes, piece_bytes):
+            if self._stopped:
+                break
+            stored = self._buffer(min(piece_bytes, step.source.num_bytes - start))
+            step.source.file.read_into(stored, step.source.offset + start)
+            found = max(found, largest(step, stored, len(stored) // num_row_bytes))
+        return found
+
     def _put(self, step: Step, index: int, offset: int, data: memoryview) -> None:
         assert self._plan is not None
         assert self._write is not None
@@ -113,13 +167,15 @@ class Filler:
         num_rows = rows_per_piece(step) if writes and (step.converts or step.permuted_head_dim) else 0
         num_row_bytes = num_bytes // step.num_rows if step.num_rows else 0
         piece_bytes = num_rows * num_row_bytes or PIECE_BYTES
+        needs_amax = writes and step.converts and step.layout in NEED_AMAX
+        amax = self._amax(step, piece_bytes, num_row_bytes) if needs_amax else 0.0
         for start in range(0, num_bytes, piece_bytes):
             stored = self._buffer(min(piece_bytes, num_bytes - start))
             file.read_into(stored, step.source.offset + start)
             if not writes:
                 yield stored, list
             elif step.converts:
-                yield stored, _converter(step, stored, len(stored) // num_row_bytes)
+                yield stored, _converter(step, stored, len(stored) // num_row_bytes, amax, start == 0)
             elif step.permuted_head_dim:
                 yield stored, _permuter(step, stored, num_row_bytes)
             else:
@@ -134,18 +190,20 @@ class Filler:
 
 
 def rows_per_piece(step: Step) -> int:
-    """Rows to convert at a time: whole heads if they are permuted, at least one."""
+    """Rows to convert at a time: whole heads if they are permuted, whole blocks of the layout, at least one."""
     num_values = 1
     for size in step.source.shape[1:]:
         num_values *= size
-    unit = step.permuted_head_dim or 1
+    unit = math.lcm(step.permuted_head_dim or 1, PIECE_ROWS.get(step.layout, 1) if step.converts else 1)
     return max(1, CONVERTED_VALUES // max(1, num_values * unit)) * unit
 
 
-def _converter(step: Step, stored: memoryview, num_rows: int) -> Callable[[], list[memoryview]]:
+def _converter(
+    step: Step, stored: memoryview, num_rows: int, amax: float, is_first: bool
+) -> Callable[[], list[memoryview]]:
     from .convert import convert_rows  # torch: only when a recipe converts
 
-    return lambda: convert_rows(step, stored, num_rows)
+    return lambda: convert_rows(step, stored, num_rows, amax, is_first=is_first)
 
 
 def _permuter(step: Step, stored: memoryview, num_row_bytes: int) -> Callable[[], list[memoryview]]:

@@ -29,11 +29,13 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .dtypes import FLOAT_DTYPES
 from .files import TensorInfo, fault
 from .gguf_types import BLOCK_TYPES
-from .steps import Resolved, Step, Target
+from .packed import KEY as PACKING_KEY
+from .packed import packed_step, read_packing, split_packed
+from .resident_parts import GROUP_SIZES, resident_parts
+from .steps import Packing, Resolved, Step, Target
 
 MODELS = ("auto", "llama", "raw")
 _DENSE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-_GROUP_SIZE = 32
 
 
 def open_and_resolve(path: str, recipe: Recipe) -> tuple[Checkpoint, Resolved]:
@@ -56,7 +58,8 @@ def open_and_resolve(path: str, recipe: Recipe) -> tuple[Checkpoint, Resolved]:
 
 
 def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
-    spec = _spec(checkpoint, recipe)
+    packing = read_packing(checkpoint)
+    spec = _spec(checkpoint, recipe, packing)
     if spec.num_layers > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.config_path}: num_hidden_layers={spec.num_layers}, but {checkpoint.path} holds only "
@@ -67,7 +70,8 @@ def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
     is_gguf = checkpoint.format == "gguf"
     stored: dict[str, TensorInfo] = {}
     steps: list[Step] = []
-    for tensor in checkpoint.tensors:
+    plain, packed = split_packed(checkpoint.tensors, packing)
+    for tensor in plain:
         name = canonical_name(tensor.name) if is_gguf else tensor.name
         if name in stored:
             raise fault(tensor.file.path, f"is there under two names, the other is {stored[name].name}", tensor.name)
@@ -80,20 +84,28 @@ def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
             continue
         _check_shape(tensor, expected.get(name), checkpoint, spec)
         steps.append(_step(tensor, name, recipe, permuted_head_dim(name, spec) if is_gguf else 0))
+    for name, parts in packed.items():
+        assert packing is not None
+        steps.append(packed_step(name, parts, expected.get(name), packing, recipe.quantization))
+        if name in stored:
+            raise fault(stored[name].file.path, "is there twice, plain and packed", name)
+        stored[name] = steps[-1].source
     _check_complete(checkpoint, expected, stored, spec)
     if not spec.tie_word_embeddings:
-        return Resolved(spec.family, recipe, spec, steps)
+        return Resolved(spec.family, recipe, spec, steps, packing=packing)
     aliases = _lm_head_aliases(steps)
-    return Resolved(spec.family, recipe, spec, steps, aliases, _tied_sources(stored))
+    return Resolved(spec.family, recipe, spec, steps, aliases, _tied_sources(stored), packing)
 
 
-def _spec(checkpoint: Checkpoint, recipe: Recipe) -> ModelSpec:
+def _spec(checkpoint: Checkpoint, recipe: Recipe, packing: Packing | None) -> ModelSpec:
     path = checkpoint.config_path
     if checkpoint.format == "gguf":
         shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors}
         config = config_from_gguf(checkpoint.metadata, shapes, path)
     else:
-        config = checkpoint.config or {}
+        config = dict(checkpoint.config or {})
+        if packing is not None:
+            config.pop(PACKING_KEY, None)
     return spec_from_config(apply_overrides(config, recipe.config_overrides), path)
 
 
@@ -170,16 +182,13 @@ def _targets(tensor: TensorInfo, name: str, recipe: Recipe) -> tuple[Target, ...
         return (Target(name, _DENSE_DTYPES[recipe.quantization], tensor.shape),)
     rows, cols = tensor.shape
     layout = recipe.quantization
-    if layout == "int8_per_channel":
-        return (Target(name, "int8", (rows, cols), layout), Target(f"{name}_scale", "float32", (rows,), layout))
-    if cols % _GROUP_SIZE:
-        raise fault(tensor.file.path, f"has {cols} columns, not a multiple of int4_group32's group of {_GROUP_SIZE}; "
+    group_size = GROUP_SIZES.get(layout, 1)
+    if cols % group_size:
+        raise fault(tensor.file.path, f"has {cols} columns, not a multiple of {layout}'s group of {group_size}; "
                     "choose another quantization", tensor.name)  # fmt: skip
-    groups = (rows, cols // _GROUP_SIZE)
-    return (
-        Target(name, "uint8", (rows, cols // 2), layout),
-        Target(f"{name}_scale", "float32", groups, layout),
-        Target(f"{name}_min", "float32", groups, layout),
+    return tuple(
+        Target(name if part == "weight" else f"{name}_{part}", dtype, shape, layout)
+        for part, (dtype, shape) in resident_parts(layout, rows, cols).items()
     )
 
 

@@ -6,7 +6,7 @@ Plain data, shared by resolving (which makes steps), planning (which gives targe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from preload.engine.models.spec import ModelSpec
 from preload.engine.recipe import LAYOUT_VERSION, Recipe, canonical_json
@@ -31,17 +31,39 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a checkpoint that was quantized elsewhere stores its 4-bit weights. `method`: "gptq", "gptq_v2" (whose zero
+    points are stored as they are, not less one), or "awq". `group_size`: columns of one scale; −1: all of them."""
+
+    method: str
+    group_size: int
+
+
+@dataclass(frozen=True)
 class Step:
     """What becomes of one stored tensor.
 
     No target: its bytes only count for the digest. One target and not `converts`: it stays as it is, but for its
-    rows if `permuted_head_dim` is set. Else the first target is the weight, the others its companions.
+    rows if `permuted_head_dim` is set. Else the first target is the weight, the others its companions. With a
+    `packing`, the weight is stored as several tensors, which are read whole and converted together.
     """
 
     source: TensorInfo
     targets: tuple[Target, ...] = ()
     converts: bool = False
     permuted_head_dim: int = 0  # 0: rows stay where they are
+    packing: Packing | None = None
+    others: tuple[TensorInfo, ...] = ()
+
+    @property
+    def sources(self) -> tuple[TensorInfo, ...]:
+        """Every stored tensor of it."""
+        return (self.source, *self.others)
+
+    @property
+    def layout(self) -> str:
+        """Of what it becomes; empty if nothing is kept."""
+        return self.targets[0].layout if self.targets else ""
 
     @property
     def num_rows(self) -> int:
@@ -60,10 +82,11 @@ class Resolved:
     steps: list[Step]
     aliases: list[tuple[Target, str]] = field(default_factory=list)  # a target without memory, and whose it shares
     equal_sources: tuple[TensorInfo, TensorInfo] | None = None
+    packing: Packing | None = None
 
     @property
     def num_source_bytes(self) -> int:
-        return sum(step.source.num_bytes for step in self.steps)
+        return sum(source.num_bytes for step in self.steps for source in step.sources)
 
     def to_json(self) -> str:
         """The recipe as resolved: with the checkpoint digest, the generation's identity."""
@@ -74,5 +97,6 @@ class Resolved:
                 "quantization": self.recipe.quantization,
                 "compute_dtype": self.recipe.compute_dtype,
                 "layout_version": LAYOUT_VERSION,
+                **({"packing": asdict(self.packing)} if self.packing else {}),
             }
         )

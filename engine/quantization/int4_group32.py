@@ -7,6 +7,9 @@ Resident parts of a weight [rows, cols], cols a multiple of 32:
     min     float32[rows, cols / 32]     min of the group
 
     w = q · scale + min, q in 0 … 15, so that |error| ≤ scale / 2 per weight. 6 bits per weight in all.
+
+int4_group64 and int4_group128 are the same with larger groups. They hold what was quantized elsewhere (GPTQ, AWQ):
+(q − zero) · s with a float16 s is q · s + (−zero · s), and both products and their sum are exact in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 LAYOUT = "int4_group32"
 GROUP_SIZE = 32
+WIDER_LAYOUTS = {"int4_group64": 64, "int4_group128": 128}
 
 
 def quantize(weight: Tensor) -> dict[str, Tensor]:
@@ -33,7 +37,8 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 
 def dequantize(parts: Mapping[str, Tensor]) -> Tensor:
-    """Parts of any rows → float32[rows, cols]."""
-    packed = parts["weight"]
-    q = torch.stack((packed & 0x0F, packed >> 4), dim=2).reshape(*parts["scale"].shape, GROUP_SIZE)
+    """Parts of any rows, of groups of any even size → float32[rows, cols]."""
+    packed, (rows, groups) = parts["weight"], parts["scale"].shape
+    group_size = 2 * packed.shape[1] // groups if groups else GROUP_SIZE
+    q = torch.stack((packed & 0x0F, packed >> 4), dim=2).reshape(rows, groups, group_size)
     return (q.float() * parts["scale"].unsqueeze(2) + parts["min"].unsqueeze(2)).flatten(1)

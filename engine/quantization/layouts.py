@@ -47,13 +47,14 @@ GGUF_DEQUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {
 DEQUANTIZERS: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
     int8_per_channel.LAYOUT: int8_per_channel.dequantize,
     int4_group32.LAYOUT: int4_group32.dequantize,
+    **dict.fromkeys(int4_group32.WIDER_LAYOUTS, int4_group32.dequantize),
     fp8_per_tensor.LAYOUT: fp8_per_tensor.dequantize,
     fp8_per_block.LAYOUT: fp8_per_block.dequantize,
     mxfp8.LAYOUT: mxfp8.dequantize,
     mxfp4.LAYOUT: mxfp4.dequantize,
     nvfp4.LAYOUT: nvfp4.dequantize,
 }
-"""Formats of this engine's own recipes."""
+"""Formats of this engine's own recipes, and those that hold checkpoints quantized elsewhere."""
 
 LAYOUTS = (DENSE, *(GGUF_PREFIX + name for name in GGUF_DEQUANTIZERS), *DEQUANTIZERS)
 """Every layout tag there is."""
@@ -61,6 +62,7 @@ LAYOUTS = (DENSE, *(GGUF_PREFIX + name for name in GGUF_DEQUANTIZERS), *DEQUANTI
 COMPANIONS: dict[str, tuple[str, ...]] = {
     int8_per_channel.LAYOUT: ("scale",),
     int4_group32.LAYOUT: ("scale", "min"),
+    **dict.fromkeys(int4_group32.WIDER_LAYOUTS, ("scale", "min")),
     fp8_per_tensor.LAYOUT: ("scale",),
     fp8_per_block.LAYOUT: ("scale",),
     mxfp8.LAYOUT: ("scale",),
@@ -77,7 +79,7 @@ ROWS_PER_ENTRY: dict[tuple[str, str], int] = {
 }
 """How many rows of the weight one entry of a companion serves, where it is not one."""
 
-PACKED_NIBBLES = (int4_group32.LAYOUT, mxfp4.LAYOUT, nvfp4.LAYOUT)
+PACKED_NIBBLES = (int4_group32.LAYOUT, *int4_group32.WIDER_LAYOUTS, mxfp4.LAYOUT, nvfp4.LAYOUT)
 """Layouts whose weight has two columns in a byte."""
 
 

@@ -16,6 +16,11 @@ MAX_COST = {
     ("bf16", "float32"): (0.005, 0.02),
     ("int8_per_channel", "float32"): (0.02, 0.08),
     ("int4_group32", "float32"): (0.15, 0.2),
+    ("fp8_per_tensor", "float32"): (0.1, 0.2),
+    ("fp8_per_block", "float32"): (0.1, 0.2),
+    ("mxfp8", "float32"): (0.1, 0.2),
+    ("mxfp4", "float32"): (2.0, 0.6),
+    ("nvfp4", "float32"): (1.0, 0.5),
     ("keep", "bfloat16"): (0.01, 0.05),
     ("bf16", "bfloat16"): (0.01, 0.05),
 }

@@ -14,7 +14,10 @@ from preload.engine.recipe import QUANTIZATIONS, Recipe
 
 DATA = Path(__file__).parents[1] / "data"
 
-MAX_RELATIVE_ERROR = {"keep": 1e-4, "f32": 1e-4, "bf16": 0.02, "int8_per_channel": 0.08, "int4_group32": 0.2}
+MAX_RELATIVE_ERROR = {
+    "keep": 1e-4, "f32": 1e-4, "bf16": 0.02, "int8_per_channel": 0.08, "int4_group32": 0.2, "fp8_per_tensor": 0.2,
+    "fp8_per_block": 0.2, "mxfp8": 0.2, "mxfp4": 0.6, "nvfp4": 0.5,
+}  # fmt: skip
 """Of the last logits, by norm, against the checkpoint dequantized to float32. The checkpoint has 4 bits a weight as
 it is, so int4_group32 quantizes what is quantized already, on another grid."""
 
@@ -78,6 +81,7 @@ def test_every_recipe_stays_within_its_error(
     # A recipe that silently did nothing would be as exact as its neighbour.
     assert rows[2][2] != rows[1][2]
     assert rows[4][2] > rows[3][2] > rows[1][2]
+    assert len({error for _, _, error in rows}) == len(rows) - 1, "keep and f32 are alike, no others"
 
 
 def test_two_models_and_two_recipes_are_resident_at_once(

@@ -126,7 +126,7 @@ def test_a_core_attaches_by_generation_id_and_knows_its_limits(
     assert len(core.generate([5], max_tokens=100)) == 31
 
 
-@pytest.mark.parametrize("quantization", ["int8_per_channel", "int4_group32"])
+@pytest.mark.parametrize("quantization", ["int8_per_channel", "int4_group32", "nvfp4"])
 def test_a_core_only_reads_quantized_weights(
     daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path, quantization: str
 ) -> None:

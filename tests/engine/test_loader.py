@@ -18,11 +18,13 @@ from blake3 import blake3
 
 from preload.engine.loading.gguf_types import GGUF_TYPES
 from preload.engine.quantization import COMPANIONS, dequantize
-from preload.engine.recipe import Recipe
+from preload.engine.recipe import QUANTIZATIONS, Recipe
 from preload.protos import loader_pb2, weight_cache_pb2
 
-RECIPES = ["keep", "bf16", "f32", "int8_per_channel", "int4_group32"]
-ERROR_BOUND = {"keep": 0.0, "f32": 0.0, "bf16": 0.003, "int8_per_channel": 0.02, "int4_group32": 0.12}
+ERROR_BOUND = {
+    "keep": 0.0, "f32": 0.0, "bf16": 0.003, "int8_per_channel": 0.02, "int4_group32": 0.12, "fp8_per_tensor": 0.03,
+    "fp8_per_block": 0.03, "mxfp8": 0.03, "mxfp4": 0.15, "nvfp4": 0.12,
+}  # fmt: skip
 """Relative error (norms over a whole weight) that a recipe may add."""
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -33,7 +35,8 @@ def weight(outcome: Any, name: str) -> torch.Tensor:
 
     def part(suffix: str) -> torch.Tensor:
         array = torch.from_numpy(outcome.array(name + suffix).copy())
-        return array.view(torch.bfloat16) if entry.dtype == "bfloat16" and not suffix else array
+        dtype = outcome.entry(name + suffix).dtype
+        return array.view(getattr(torch, dtype)) if dtype in ("bfloat16", "float8_e4m3fn") else array
 
     parts = {"weight": part("")} | {key: part(f"_{key}") for key in COMPANIONS.get(entry.layout, ())}
     return dequantize(entry.layout, parts)
@@ -53,7 +56,7 @@ def assert_consistent(outcome: Any) -> None:
         assert tensor.offset % 64 == 0
 
 
-@pytest.mark.parametrize("quantization", RECIPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_safetensors_weights_are_resident_as_the_recipe_says(
     quantization: str, loader: Any, tiny_config: Any, tiny_weights: Any, write_llama: Any
 ) -> None:
@@ -89,7 +92,7 @@ def demo_reference(demo_model: Path) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-@pytest.mark.parametrize("quantization", RECIPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_the_demo_model_is_resident_as_the_recipe_says(
     quantization: str, loader: Any, demo_model: Path, demo_reference: dict[str, np.ndarray[Any, Any]]
 ) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from preload.engine.errors import CheckpointError, RequestError
+from preload.engine.loading.resident_parts import GROUP_SIZES, resident_parts
 from preload.engine.loading.resolve import open_and_resolve
 from preload.engine.loading.steps import Resolved
+from preload.engine.quantization import COMPANIONS
 from preload.engine.recipe import Recipe, parse_overrides
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -117,6 +119,11 @@ def test_buffers_of_old_checkpoints_are_read_but_not_kept(
     ("bf16", ["bfloat16"], "dense"),
     ("int8_per_channel", ["int8", "float32"], "int8_per_channel"),
     ("int4_group32", ["uint8", "float32", "float32"], "int4_group32"),
+    ("fp8_per_tensor", ["float8_e4m3fn", "float32"], "fp8_per_tensor"),
+    ("fp8_per_block", ["float8_e4m3fn", "float32"], "fp8_per_block"),
+    ("mxfp8", ["float8_e4m3fn", "uint8"], "mxfp8"),
+    ("mxfp4", ["uint8", "uint8"], "mxfp4"),
+    ("nvfp4", ["uint8", "float8_e4m3fn", "float32"], "nvfp4"),
 ])  # fmt: skip
 def test_a_recipe_decides_layout_and_companions(
     quantization: str, dtypes: list[str], layout: str, tiny_config: Any, tiny_weights: Any, write_llama: Any
@@ -125,7 +132,8 @@ def test_a_recipe_decides_layout_and_companions(
     steps = {step.source.name: step for step in resolve(folder, quantization=quantization).steps}
     assert [target.dtype for target in steps[Q].targets] == dtypes
     assert {target.layout for target in steps[Q].targets} == {layout}
-    assert [target.name for target in steps[Q].targets] == [Q, f"{Q}_scale", f"{Q}_min"][: len(dtypes)]
+    companions = [f"{Q}_{part}" for part in COMPANIONS.get(layout, ())]
+    assert [target.name for target in steps[Q].targets] == [Q, *companions]
     norm = steps["model.norm.weight"].targets[0]
     assert (norm.dtype, norm.layout) == ("float32", "dense")
 
@@ -181,3 +189,27 @@ def test_gguf_blocks_become_rows_of_bytes(demo_model: Path) -> None:
 def test_overrides_that_are_no_object_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match="configuration overrides"):
         parse_overrides(text)
+
+
+@pytest.mark.parametrize("layout", sorted(set(GROUP_SIZES) | {"int8_per_channel", "fp8_per_tensor", "fp8_per_block"}))
+def test_parts_are_planned_as_their_formats_make_them(layout: str) -> None:
+    """The loader plans without torch; what the formats then make must fit, ragged rows included."""
+    import torch
+
+    from preload.engine import quantization
+
+    module = getattr(quantization, layout, None)
+    if module is None:
+        assert set(quantization.COMPANIONS[layout]) == {"scale", "min"}
+        return
+    made = module.quantize(torch.randn(200, 192))
+    planned = resident_parts(layout, 200, 192)
+    assert {part: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for part, t in made.items()} == planned
+    assert list(made) == list(planned) == ["weight", *quantization.COMPANIONS[layout]]
+
+
+def test_an_old_name_is_refused_with_the_new_one() -> None:
+    with pytest.raises(RequestError, match="'fp8' is no longer taken; its name is 'fp8_per_tensor'"):
+        Recipe(quantization="fp8")
+    with pytest.raises(RequestError, match="known are keep, bf16"):
+        Recipe(quantization="int3")

@@ -22,7 +22,8 @@ from preload.protos import loader_pb2, weight_cache_pb2
 
 DEADLINE_S = 120.0
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8,
-                "int8": np.int8, "int64": np.int64, "float64": np.float64, "bool": np.bool_}  # fmt: skip
+                "int8": np.int8, "float8_e4m3fn": np.uint8, "int64": np.int64, "float64": np.float64,
+                "bool": np.bool_}  # fmt: skip
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Outcome:
         return os.pread(self.segments[entry.segment], entry.num_bytes, entry.offset)
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor; bfloat16 as its uint16 bits."""
+        """The tensor; bfloat16 as its uint16 bits, float8 as its bytes."""
         entry = self.entry(name)
         return np.frombuffer(self.raw(name), NUMPY_DTYPES[entry.dtype]).reshape(tuple(entry.shape))
 
