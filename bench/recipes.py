@@ -7,23 +7,21 @@ loader and computed from the mapped weights, with the kernels that a core would 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from preload.engine.client import attach
-from preload.engine.client.attach import Attachment
 from preload.engine.frontend.tokenizer_files import load_tokenizer
-from preload.engine.recipe import QUANTIZATIONS, Recipe
+from preload.engine.recipe import QUANTIZATIONS
 
 from .peers.prompts import PROSE
 from .processes import BenchError, PrivateDaemon, tell
+from .resident_model import attached, chosen_ops, make_decoder
 from .statistics import machine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preload.engine.layers.ops import Ops
     from preload.engine.models.decoder import Decoder
 
 NUM_TOKENS = 4096
@@ -44,7 +42,12 @@ class Quality:
     relative_error: float
 
 
-def run(checkpoint: str, num_tokens: int = NUM_TOKENS, num_threads: int = 2) -> dict[str, Any]:
+def run(
+    checkpoint: str,
+    num_tokens: int = NUM_TOKENS,
+    num_threads: int = 2,
+    chosen: Sequence[tuple[str, str]] = RECIPES,
+) -> dict[str, Any]:
     """`float32_perplexity`, and one entry for every recipe in `recipes`."""
     import torch
 
@@ -54,14 +57,14 @@ def run(checkpoint: str, num_tokens: int = NUM_TOKENS, num_threads: int = 2) -> 
         raise BenchError(f"the text has {len(ids)} tokens, not {num_tokens}")
     with PrivateDaemon() as daemon, torch.inference_mode():
         tell("float32 by plain torch")
-        with _attached(daemon, checkpoint, "f32", "float32") as attachment:
-            perplexity, reference = _read(_decoder(attachment, None), ids)
+        with attached(daemon, checkpoint, "f32", "float32") as attachment:
+            perplexity, reference = _read(make_decoder(attachment, None), ids)
         recipes = []
-        for quantization, compute_dtype in RECIPES:
+        for quantization, compute_dtype in chosen:
             tell(f"{quantization}, computed in {compute_dtype}")
-            with _attached(daemon, checkpoint, quantization, compute_dtype) as attachment:
-                ops = _ops(daemon, compute_dtype, num_threads)
-                decoder = _decoder(attachment, ops)
+            with attached(daemon, checkpoint, quantization, compute_dtype) as attachment:
+                ops = chosen_ops(daemon, compute_dtype, num_threads)
+                decoder = make_decoder(attachment, ops)
                 found, last = _read(decoder, ids)
                 recipes.append(
                     Quality(
@@ -81,34 +84,6 @@ def run(checkpoint: str, num_tokens: int = NUM_TOKENS, num_threads: int = 2) -> 
         "float32_perplexity": perplexity,
         "recipes": [asdict(quality) for quality in recipes],
     }
-
-
-def _attached(daemon: PrivateDaemon, checkpoint: str, quantization: str, compute_dtype: str) -> Attachment:
-    recipe = Recipe(quantization=quantization, compute_dtype=compute_dtype)
-    with daemon.control() as control:
-        for _ in control.load(checkpoint, recipe):
-            pass
-    return attach(checkpoint, recipe=recipe, runtime_dir=daemon.runtime_dir)
-
-
-def _ops(daemon: PrivateDaemon, compute_dtype: str, num_threads: int) -> Ops:
-    import torch
-
-    from preload.engine.core.kernels import choose_ops
-
-    return choose_ops(daemon.runtime_dir, getattr(torch, compute_dtype), num_threads)
-
-
-def _decoder(attachment: Attachment, ops: Ops | None) -> Decoder:
-    """`ops` None is plain torch."""
-    import torch
-
-    from preload.engine.models.decoder import Decoder
-    from preload.engine.models.spec import ModelSpec
-
-    found = attachment.resolved_recipe
-    dtype = getattr(torch, found["compute_dtype"])
-    return Decoder(ModelSpec.from_dict(found["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
 
 
 def _read(decoder: Decoder, ids: list[int]) -> tuple[float, Tensor]:

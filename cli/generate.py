@@ -10,7 +10,7 @@ from typing import Any
 
 from preload.engine.frontend.config import FrontendConfig
 
-from .options import STARTING_S, add_checkpoint, add_daemon, add_json, add_load, add_recipe, positive
+from .options import STARTING_S, add_checkpoint, add_daemon, add_device, add_json, add_load, add_recipe, positive
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of this mass (default: 1)")
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="makes sampling repeatable")
     add_recipe(parser)
+    add_device(parser, "host")
     add_load(parser)
     add_daemon(parser, STARTING_S)
     add_json(parser)
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         quantization=arguments.quantization,
         compute_dtype=arguments.compute_dtype,
         config_overrides=arguments.config_overrides,
+        device=arguments.device,
         max_num_seqs=1,
     )
     config = with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)

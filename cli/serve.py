@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from preload.engine.frontend.config import FrontendConfig
@@ -42,27 +43,35 @@ def run(arguments: argparse.Namespace) -> int:
 def with_generations(config: FrontendConfig, *, load: bool, wait_s: float) -> FrontendConfig:
     """With the ids of what is to be served: every core asks for those, whatever becomes of the checkpoints' files.
 
-    Loads the configured checkpoints, or, told not to, raises what an attach would raise. `wait_s`: for the daemon."""
+    Loads the configured checkpoints, or, told not to, raises what an attach would raise. `wait_s`: for the daemon.
+    The device gets the name that it has everywhere, whatever order a core would see devices in."""
     from preload.engine.client import Control
+    from preload.engine.cuda.devices import resolve_device
 
+    if config.device:
+        config = replace(config, device=resolve_device(config.device))
     with Control(config.runtime_dir or None, wait_s=wait_s) as control:
-        generation = _resident(control, config.generation, config.checkpoint, config.recipe(), "target", load)
+        find = partial(_resident, control, load=load, device=config.device)
+        generation = find(config.generation, config.checkpoint, config.recipe(), "target")
         config = replace(config, generation=generation)
         if config.speculate == "draft":
-            known, checkpoint = config.draft_generation, config.draft_model
-            draft = _resident(control, known, checkpoint, config.draft_recipe(), "draft", load)
+            draft = find(config.draft_generation, config.draft_model, config.draft_recipe(), "draft")
             config = replace(config, draft_generation=draft)
     return config
 
 
-def _resident(control: Control, known: str, checkpoint: str, recipe: Recipe, role: str, load: bool) -> str:
+def _resident(
+    control: Control, known: str, checkpoint: str, recipe: Recipe, role: str, *, load: bool, device: str
+) -> str:
     from preload.engine.client.control import make_selector
+    from preload.engine.cuda.devices import HOST
     from preload.protos.weight_cache_pb2 import Rank
 
     if known:
-        return control.check(make_selector(generation_id=known))
+        return control.check(make_selector(generation_id=known, device=device))
+    device = device or HOST
     if not load:
-        return control.check(make_selector(checkpoint, recipe=recipe, rank=Rank(role=role)))
+        return control.check(make_selector(checkpoint, recipe=recipe, rank=Rank(role=role), device=device))
     from .load import load_with_progress
 
-    return load_with_progress(control, checkpoint, recipe, evict_lru=False, role=role).id
+    return load_with_progress(control, checkpoint, recipe, evict_lru=False, role=role, device=device).id

@@ -25,6 +25,8 @@ the KV cache has to hold at least one of full length."""
 
 
 POLICIES = ("fcfs", "priority")
+GRAPHS = ("before", "background", "off")
+"""When decode graphs are captured on a GPU: before the core is ready, between its steps, or never."""
 _NOT_NEGATIVE = (
     "kv_cache_bytes", "max_model_len", "max_num_active_seqs", "long_prefill_threshold", "num_threads",
     "spawned_at_ns", "parent_pid",
@@ -49,6 +51,10 @@ class CoreConfig:
         default_factory=dict, metadata={"help": "recipe: keys of the model configuration to replace"}
     )
     device: str = _help("where the weights are: host, or a GPU; empty = wherever the generation is resident", "")
+    graphs: str = _help(
+        "on a GPU, when decode steps are captured as graphs: before the core is ready, in the background, or off",
+        "background",
+    )
     socket_path: str = _help("Unix socket to serve on", "")
     max_num_seqs: int = _help("requests that run at once", 64)
     token_budget: int = _help("tokens computed in one step, prefill and decode together", 512)
@@ -88,6 +94,8 @@ class CoreConfig:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative")
         has_draft_model = bool(self.draft_checkpoint or self.draft_generation_id)
         options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
+        if self.graphs not in GRAPHS:
+            raise RequestError(f"graphs is {self.graphs!r}; it must be one of {', '.join(GRAPHS)}")
         if not 0 <= self.memory_utilization <= 1:
             raise RequestError(f"memory_utilization is {self.memory_utilization}; it must be between 0 and 1")
         if self.scheduling_policy not in POLICIES:

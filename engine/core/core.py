@@ -24,6 +24,8 @@ from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
 from .logprobs import collect_prompt_logprobs
 from .memory import MemoryProfile, is_out_of_memory
+from .on_device import DeviceSteps
+from .placement import HostPlacement, Placement
 from .processors import Processor
 from .request import FinishReason, Request, RequestOutput
 from .runner import Runner, StepInputs
@@ -60,13 +62,16 @@ class EngineCore:
         max_model_len: int,
         scheduling: SchedulingOptions | None = None,
         processors: Mapping[str, Processor] | None = None,
+        placement: Placement | None = None,
+        on_device: DeviceSteps | None = None,
     ) -> None:
+        self.placement = placement or HostPlacement()
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.counters = Counters()
         self.memory: MemoryProfile | None = None
         """What the size of the KV cache was decided by, if it was not given."""
-        self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
+        self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype, self.placement.empty)
         self.scheduler = Scheduler(
             BlockPool(num_blocks, block_size),
             max_num_seqs=max_num_seqs,
@@ -75,7 +80,7 @@ class EngineCore:
             options=scheduling,
         )
         batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
-        self.runner = Runner(decoder, self.cache, batch)
+        self.runner = Runner(decoder, self.cache, batch, on_device)
         self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size, processors)
         self.grammars = GrammarCompiler(decoder.spec.vocab_size)
         self.speculator: Speculator | None = None
@@ -214,7 +219,11 @@ class EngineCore:
         if self._requests:
             raise AssertionError("the KV cache of running requests cannot be replaced")
         block_size, decoder = self.cache.block_size, self.runner.decoder
-        self.cache = self.runner.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype)
+        if self.runner.on_device is not None:
+            self.runner.on_device.drop_graphs()
+        self.cache = self.runner.cache = KVCache(
+            decoder.spec, num_blocks, block_size, decoder.dtype, self.placement.empty
+        )
         self.scheduler.pool = BlockPool(num_blocks, block_size)
         if self.speculator is not None:
             self.speculator.drafter.allocate_kv(num_blocks)
@@ -225,6 +234,23 @@ class EngineCore:
         self.runner.warm_up(num_tokens)
         if self.speculator is not None:
             self.speculator.drafter.warm_up()
+
+    def use_graphs(self) -> None:
+        """Decode steps on the present KV cache are replayed, as soon as `capture_graph` has made their graphs."""
+        if self.runner.on_device is not None:
+            self.runner.on_device.use_graphs(self.cache.layers, self.scheduler.token_budget)
+
+    @property
+    def num_missing_graphs(self) -> int:
+        steps = self.runner.on_device
+        return 0 if steps is None or steps.graphs is None else steps.graphs.num_missing
+
+    @torch.inference_mode()
+    def capture_graph(self) -> None:
+        """Makes the largest graph that is missing. No request's state is touched."""
+        steps = self.runner.on_device
+        if steps is not None and steps.graphs is not None:
+            steps.graphs.capture_next()
 
     @torch.inference_mode()
     def largest_steps(self) -> None:

@@ -1,4 +1,5 @@
-"""Which kernels a core computes with: native ones if the machine allows it, else plain torch, and never silently."""
+"""Which kernels a core computes with, and never silently: on a GPU Triton's; on the host the native ones if the
+machine allows it, else plain torch; over an emulated GPU's memory plain torch, whatever the host could do."""
 
 from __future__ import annotations
 
@@ -7,11 +8,44 @@ from functools import cache
 
 import torch
 
+from preload.engine.errors import DeviceError
 from preload.engine.kernels.native.build import KernelsUnavailableError, find_or_build
 from preload.engine.kernels.native.library import NativeLibrary
 from preload.engine.layers.native_ops import native_ops
 from preload.engine.layers.ops import Ops, TorchOps
 from preload.engine.places import kernel_cache_dir, own_dir
+
+from .placement import Placement
+
+EMULATED_NOTE = "torch, by the host over the memory of an emulated device"
+
+
+def ops_on(placement: Placement, runtime_dir: str, dtype: torch.dtype, num_threads: int) -> Ops:
+    """Operations for where a core's weights are. Raises DeviceError if a GPU's kernels cannot be had."""
+    if placement.device.type == "cuda":
+        ops: Ops = _triton_ops(placement.device, runtime_dir)
+    elif placement.is_emulated:
+        ops = TorchOps(note=EMULATED_NOTE)
+    else:
+        return choose_ops(runtime_dir, dtype, num_threads)
+    print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
+    return ops
+
+
+def _triton_ops(device: torch.device, runtime_dir: str) -> Ops:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise DeviceError(
+            "weights in a GPU's memory are computed by Triton, and the package triton is not installed "
+            "(pip install 'preload-llm[cuda]')"
+        ) from error
+    from preload.engine.kernels.triton.cache import use_cache
+    from preload.engine.layers.triton_ops import TritonOps
+
+    major, minor = torch.cuda.get_device_capability(device)
+    use_cache(kernel_cache_dir(own_dir(runtime_dir)), 10 * major + minor)
+    return TritonOps()
 
 
 @cache

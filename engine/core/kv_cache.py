@@ -13,7 +13,7 @@ so that what is left of a prefix is always its beginning.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from preload.engine.models.spec import ModelSpec
 from .prefix import BlockContent
 
 NULL_BLOCK = 0
+
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+"""(shape, dtype) → memory that is not initialized"""
 
 
 class BlockPool:
@@ -132,9 +135,12 @@ class KVCache:
     The memory is not touched before it is written, so unused blocks cost nothing; what they hold is garbage.
     """
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, empty: Empty | None = None
+    ) -> None:
+        """`empty` allocates it somewhere else than in torch's memory of the host."""
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self._storage: Tensor = torch.empty(shape, dtype=dtype)
+        self._storage: Tensor = torch.empty(shape, dtype=dtype) if empty is None else empty(shape, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._storage]

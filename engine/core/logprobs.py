@@ -54,5 +54,5 @@ def _collect(decoder: Decoder, hidden: Tensor, request: Request) -> None:
     del request.prompt_logprobs[first:]  # computed before a preemption
     for i in range(0, len(following), _ROWS_AT_ONCE):
         ids = following[i : i + _ROWS_AT_ONCE]
-        logits = decoder.compute_logits(hidden[i : i + len(ids)])
+        logits = decoder.compute_logits(hidden[i : i + len(ids)]).cpu()
         request.prompt_logprobs += token_logprobs(logits, ids, [count] * len(ids), ranked=True)

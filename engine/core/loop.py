@@ -20,6 +20,8 @@ from .request import FinishReason, RequestOutput
 from .wire import request_from_proto, step_to_proto, vocabulary_from_proto
 
 _IDLE_S = 1.0
+_STEPS_PER_GRAPH = 32
+"""While a core is busy, one graph that is missing is captured every so many steps."""
 
 
 class OutputStream:
@@ -110,6 +112,8 @@ class StepLoop:
             outputs = self.core.step() if self.core.has_work else []
             if outputs and self._stream is not None:
                 self._stream.send(outputs)
+            if self.core.num_missing_graphs and self.core.counters.num_steps % _STEPS_PER_GRAPH == 0:
+                self.core.capture_graph()
             if self._first_token_pending:
                 self._note_first_token(outputs)
             self._end_finished_stream()
@@ -119,7 +123,10 @@ class StepLoop:
     def _take_inbox(self) -> None:
         """Handles what has arrived; waits for something if there is nothing else to do."""
         if not self.core.has_work and self._drain_deadline_ns is None:
-            self._handle(self._wait())
+            if self.core.num_missing_graphs and self.inbox.empty():
+                self.core.capture_graph()  # one at a time, so that whoever comes waits for one at most
+            else:
+                self._handle(self._wait())
         while not self.inbox.empty():
             self._handle(self.inbox.get())
 

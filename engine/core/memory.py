@@ -177,9 +177,11 @@ def _remember(path: Path, value: dict[str, object]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python or in torch, which says so in a RuntimeError on CPUs."""
+    """Whether an allocation failed, in Python or in torch, which says so in a RuntimeError."""
     text = str(error)
-    return isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text
+    return isinstance(error, MemoryError) or any(
+        words in text for words in ("can't allocate memory", "bad_alloc", "CUDA out of memory")
+    )
 
 
 def total_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

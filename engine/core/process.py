@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from .core import EngineCore
     from .loop import StepLoop
+    from .on_device import DeviceSteps
+    from .placement import Placement
     from .scheduler import SchedulingOptions
     from .sizing import KVSizing
 
@@ -109,7 +111,7 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             core,
             timeline,
             lambda: attachment.lease.report_phases(timeline.phases),
-            (lambda: sizing.allocate(core)) if config.standby else None,
+            (lambda: _promote(core, config, sizing)) if config.standby else None,
         )
         identity = Identity(
             generation_id=attachment.generation_id,
@@ -155,12 +157,15 @@ def build_core(
     A standby gets the smallest cache there is: its memory comes with its promotion."""
     from .core import EngineCore
     from .memory import resolve_max_model_len
+    from .placement import placement_of
     from .processors import load_processors
     from .speculation.build import speculate
 
     with timeline.phase("build"):
-        decoder = _build_decoder(config, attachment)
-        draft_decoder = None if draft is None else _build_decoder(config, draft)
+        placement = placement_of(attachment.device)
+        decoder = _build_decoder(config, attachment, placement)
+        draft_decoder = None if draft is None else _build_decoder(config, draft, placement)
+        max_model_len = resolve_max_model_len(config.max_model_len, decoder.spec)
         processors = load_processors(config.logits_processors, config.max_num_seqs, decoder.spec.vocab_size)
         core = EngineCore(
             decoder,
@@ -168,9 +173,11 @@ def build_core(
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,
-            max_model_len=resolve_max_model_len(config.max_model_len, decoder.spec),
+            max_model_len=max_model_len,
             scheduling=_scheduling(config),
             processors=processors,
+            placement=placement,
+            on_device=_device_steps(config, decoder, placement, max_model_len),
         )
         if config.speculate != "none":
             speculate(
@@ -184,7 +191,32 @@ def build_core(
         (sizing.prepare if config.standby else sizing.allocate)(core)
     with timeline.phase("warm_up"):
         core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
+    if config.graphs != "off" and not config.standby:
+        core.use_graphs()
+    if config.graphs == "before" and core.num_missing_graphs:
+        with timeline.phase("graphs"):
+            while core.num_missing_graphs:
+                core.capture_graph()
     return core
+
+
+def _device_steps(
+    config: CoreConfig, decoder: Decoder, placement: Placement, max_model_len: int
+) -> DeviceSteps | None:
+    """What computes steps on a GPU; None on the host. Raises RequestError for what is computed on the host only."""
+    from .on_device import DeviceSteps
+
+    if placement.device.type == "cpu":
+        return None
+    if config.speculate != "none":
+        raise RequestError("speculation computes on the host only, and these weights are in a GPU's memory; serve "
+                           "without --speculate")  # fmt: skip
+    return DeviceSteps(
+        decoder,
+        placement.device,
+        max_num_seqs=config.max_num_seqs,
+        max_num_blocks=-(-max_model_len // config.block_size),
+    )
 
 
 def _scheduling(config: CoreConfig) -> SchedulingOptions:
@@ -198,14 +230,14 @@ def _scheduling(config: CoreConfig) -> SchedulingOptions:
     )
 
 
-def _build_decoder(config: CoreConfig, attachment: Attachment) -> Decoder:
+def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placement) -> Decoder:
     """The model of resident weights. Raises ManifestError if they are not one's."""
     import torch
 
     from preload.engine.models.decoder import Decoder
     from preload.engine.models.spec import ModelSpec
 
-    from .kernels import choose_ops
+    from .kernels import ops_on
 
     resolved = attachment.resolved_recipe
     if not resolved["spec"]:
@@ -214,8 +246,15 @@ def _build_decoder(config: CoreConfig, attachment: Attachment) -> Decoder:
             "load the checkpoint with a recipe that names one"
         )
     dtype = getattr(torch, resolved["compute_dtype"])
-    ops = choose_ops(config.runtime_dir, dtype, torch.get_num_threads())
+    ops = ops_on(placement, config.runtime_dir, dtype, torch.get_num_threads())
     return Decoder(ModelSpec.from_dict(resolved["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
+
+
+def _promote(core: EngineCore, config: CoreConfig, sizing: KVSizing) -> None:
+    """A standby's KV memory; its graphs are made while it serves, whatever was asked for: requests wait for it."""
+    sizing.allocate(core)
+    if config.graphs != "off":
+        core.use_graphs()
 
 
 def _run_or_die(loop: StepLoop) -> None:

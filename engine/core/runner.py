@@ -18,6 +18,7 @@ from preload.engine.models.decoder import Decoder
 
 from .batch import PersistentBatch
 from .kv_cache import KVCache
+from .on_device import DeviceSteps
 from .request import Request
 from .scheduler import Schedule, ScheduledRequest
 
@@ -96,7 +97,11 @@ class Composition:
 class Runner:
     """Prepares and runs steps on one decoder."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, batch: PersistentBatch) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, batch: PersistentBatch, on_device: DeviceSteps | None = None
+    ) -> None:
+        """`on_device` computes what is prepared here somewhere else than on the host."""
+        self.on_device = on_device
         self.decoder = decoder
         self.cache = cache
         self.batch = batch
@@ -166,6 +171,10 @@ class Runner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Runs the decoder and writes the KV cache: float32[num_logit_rows, vocab_size], logits where needed."""
+        if self.on_device is not None:
+            where = inputs.input_ids, inputs.positions, self.cache.layers, inputs.attention
+            self.hidden = self.on_device.hidden(*where)
+            return self.on_device.logits(self.hidden, inputs.logits_indices)
         self.hidden = self.decoder.forward(inputs.input_ids, inputs.positions, self.cache.layers, inputs.attention)
         return self.decoder.compute_logits(self.hidden[inputs.logits_indices])
 

@@ -18,7 +18,7 @@ from preload.engine.template.fingerprint import fingerprint
 from .config import CoreConfig
 from .core import EngineCore
 from .kv_cache import block_bytes
-from .memory import given_kv_blocks, measure_peak, num_kv_blocks, remembered_peak, take_profile
+from .memory import given_kv_blocks, num_kv_blocks, remembered_peak
 
 _WARM_UP_TOKENS = 4
 
@@ -51,7 +51,7 @@ class KVSizing:
             core.allocate_kv(num_blocks)
             return
         peak_bytes = self._peak(core) if self._needs_peak else None
-        core.memory = take_profile(self._weights_bytes, peak_bytes)
+        core.memory = core.placement.profile(self._weights_bytes, peak_bytes)
         num_blocks = num_kv_blocks(
             core.memory,
             config.memory_utilization,
@@ -82,6 +82,6 @@ class KVSizing:
 
         def measure() -> int:
             core.warm_up(_WARM_UP_TOKENS)  # maps the weights, which are no part of the peak
-            return measure_peak(core.largest_steps)
+            return core.placement.measure_peak(core.largest_steps)
 
         return remembered_peak(Path(own_dir(config.runtime_dir)) / "profiles", key, measure)

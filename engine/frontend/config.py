@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from preload.engine.core.config import POLICIES
+from preload.engine.core.config import GRAPHS, POLICIES
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -43,13 +43,24 @@ class FrontendConfig:
         default="auto", metadata={"help": "model family, such as llama (auto: from the configuration)"}
     )
     quantization: str = field(
-        default="keep", metadata={"help": "resident form of the weights", "choices": QUANTIZATIONS}
+        default="keep", metadata={"help": f"resident form of the weights: {', '.join(QUANTIZATIONS)}"}
     )
     compute_dtype: str = field(
         default="float32", metadata={"help": "dtype of activations and KV cache", "choices": COMPUTE_DTYPES}
     )
     config_overrides: str = field(
         default="", metadata={"help": "JSON object that replaces keys of the model's configuration"}
+    )
+    device: str = field(
+        default="",
+        metadata={
+            "help": "where the weights are, or are to be: host, cuda:<index> as this process sees it, or a GPU's "
+            "UUID (empty: host for a checkpoint, wherever it is resident for a generation)"
+        },
+    )
+    graphs: str = field(
+        default="background",
+        metadata={"help": "on a GPU, when decode steps are captured as graphs", "choices": GRAPHS},
     )
 
     max_num_seqs: int = field(default=64, metadata={"help": "sequences the core decodes at once"})
@@ -90,9 +101,7 @@ class FrontendConfig:
     draft_generation: str = field(
         default="", metadata={"help": "id of the draft model's resident generation, instead of its checkpoint"}
     )
-    draft_quantization: str = field(
-        default="keep", metadata={"help": options.HELP["draft_quantization"], "choices": QUANTIZATIONS}
-    )
+    draft_quantization: str = field(default="keep", metadata={"help": options.HELP["draft_quantization"]})
 
     logits_processors: tuple[str, ...] = field(
         default=(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from preload.engine.client import Control
 from preload.engine.client.control import make_selector
+from preload.engine.cuda.devices import HOST
 from preload.engine.errors import InternalDaemonError, NotResidentError
 from preload.protos import weight_cache_pb2 as pb
 
@@ -43,7 +44,7 @@ async def load(config: FrontendConfig, on_progress: OnProgress) -> Loaded:
 def _load(config: FrontendConfig, report: OnProgress) -> Loaded:
     with Control(config.runtime_dir or None) as control:
         ready = {g.id for g in control.list().generations if g.state == pb.GENERATION_STATE_READY}
-        for event in control.load(config.checkpoint, config.recipe()):
+        for event in control.load(config.checkpoint, config.recipe(), device=config.device or HOST):
             if event.WhichOneof("event") == "loaded":
                 loaded = event.loaded
                 return Loaded(loaded.id, loaded.resident_bytes, loaded.id in ready)

@@ -81,6 +81,8 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             quantization=config.quantization,
             compute_dtype=config.compute_dtype,
             config_overrides=config.recipe().config_overrides,
+            device=config.device,
+            graphs=config.graphs,
             socket_path=socket_path,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.token_budget,

@@ -20,9 +20,9 @@ Parameters = Mapping[str, float | bool | None]
 
 
 class RotaryEmbedding:
-    """Cosines and sines of positions. `divisors`: float32[head_dim/2] that divide inv_freq, or none."""
+    """Cosines and sines of positions, on a device. `divisors`: float32[head_dim/2] that divide inv_freq, or none."""
 
-    def __init__(self, spec: ModelSpec, divisors: Tensor | None = None) -> None:
+    def __init__(self, spec: ModelSpec, divisors: Tensor | None = None, device: torch.device | None = None) -> None:
         rope = spec.rope
         if rope.scaling not in SCALINGS:
             raise ManifestError(f"unknown rope scaling {rope.scaling!r}; known are {', '.join(SCALINGS)}")
@@ -32,7 +32,8 @@ class RotaryEmbedding:
         self._dynamic_factor = 0.0
         self._max_position = spec.max_position_embeddings
         try:
-            self._inv_freq, self._attention_factor = SCALINGS[rope.scaling](spec, rope.parameters)
+            inv_freq, self._attention_factor = SCALINGS[rope.scaling](spec, rope.parameters)
+            self._inv_freq = inv_freq.to(device)
             if rope.scaling == "dynamic":
                 self._dynamic_factor = _number(rope.parameters, "factor")
         except KeyError as error:
@@ -53,7 +54,7 @@ class RotaryEmbedding:
         d, factor = self._head_dim, self._dynamic_factor
         lengths = (positions + 1).clamp(min=self._max_position).double()
         base = self._theta * (factor * lengths / self._max_position - (factor - 1)) ** (d / (d - 2))
-        exponents = torch.arange(0, d, 2, dtype=torch.float64) / d
+        exponents = torch.arange(0, d, 2, dtype=torch.float64, device=positions.device) / d
         return (base[:, None] ** -exponents).float()
 
 

@@ -49,7 +49,7 @@ class Decoder:
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)
-        self.rope = RotaryEmbedding(spec, divisors)
+        self.rope = RotaryEmbedding(spec, divisors, embedding.parts["weight"].device)
         self.mtp = MtpHead(spec, table, self.embed, self.rope, ops) if spec.num_mtp_layers else None
         table.finish()
 

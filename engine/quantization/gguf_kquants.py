@@ -64,7 +64,7 @@ def dequantize_q5_k(blocks: Tensor) -> Tensor:
 def dequantize_q6_k(blocks: Tensor) -> Tensor:
     low = split_last(blocks[..., 0:128], 2, 1, 64)
     low = torch.cat((low & 0x0F, low >> 4), dim=-2).flatten(-2)  # [..., 2, 128], by halves
-    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8, device=blocks.device)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
     high = (split_last(blocks[..., 128:192], 2, 1, 32) >> shifts) & 0x03
     q = (low | (high.flatten(-2) << 4)).flatten(-2).to(torch.int8) - 32
     scales = blocks[..., 192:208].view(torch.int8).float()

@@ -25,11 +25,16 @@ def test_a_core_on_device_memory_answers_as_on_the_host_and_so_does_its_successo
     wanted = tiny.greedy([1, 2, 3], 8)
     first = start_core(daemon, checkpoint=str(tmp_path / "tiny"), device=device)
     assert first.generate([1, 2, 3]) == wanted
-    assert machine.process(first.process.pid).live["mappings"] == 1
+    live = machine.process(first.process.pid).live
+    assert live["mappings"] + live["imports"] == 1
+    assert live["allocations"] == 1, "keys and values are allocated through the driver"
+    stats = first.stats()
+    assert "over the memory of an emulated device" in stats.kernels
     first.process.kill()
     first.process.wait()
     second = start_core(daemon, generation_id=generation.id, device=device)
     assert second.generate([1, 2, 3]) == wanted
-    assert machine.used_bytes(0) == generation.resident_bytes
+    kv_bytes = machine.used_bytes(0) - generation.resident_bytes
+    assert stats.kv_cache_bytes <= kv_bytes < stats.kv_cache_bytes + (2 << 20), "as much again, and no more"
     second.process.kill()
     second.process.wait()

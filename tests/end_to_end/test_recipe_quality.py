@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from preload.bench.recipes import RECIPES, run
+from preload.bench.recipes import run
 from preload.cli.bench import _print_recipes
 
 MAX_COST = {
@@ -16,27 +16,23 @@ MAX_COST = {
     ("bf16", "float32"): (0.005, 0.02),
     ("int8_per_channel", "float32"): (0.02, 0.08),
     ("int4_group32", "float32"): (0.15, 0.2),
-    ("fp8_per_tensor", "float32"): (0.1, 0.2),
-    ("fp8_per_block", "float32"): (0.1, 0.2),
-    ("mxfp8", "float32"): (0.1, 0.2),
-    ("mxfp4", "float32"): (2.0, 0.6),
-    ("nvfp4", "float32"): (1.0, 0.5),
     ("keep", "bfloat16"): (0.01, 0.05),
     ("bf16", "bfloat16"): (0.01, 0.05),
 }
-"""Growth of the perplexity, and relative error of the last logits."""
+"""Growth of the perplexity, and relative error of the last logits. Formats for GPUs are left to the bench itself:
+torch takes minutes for them here."""
 
 
 @pytest.fixture(scope="module")
 def result(demo_model: Path) -> dict[str, Any]:
-    return run(str(demo_model))
+    return run(str(demo_model), chosen=list(MAX_COST))
 
 
 def test_no_recipe_costs_more_than_it_may(result: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print()
         _print_recipes(result)
-    assert [(r["quantization"], r["compute_dtype"]) for r in result["recipes"]] == list(RECIPES)
+    assert [(r["quantization"], r["compute_dtype"]) for r in result["recipes"]] == list(MAX_COST)
     for recipe in result["recipes"]:
         perplexity, error = MAX_COST[recipe["quantization"], recipe["compute_dtype"]]
         assert recipe["perplexity"] / result["float32_perplexity"] - 1 < perplexity, recipe

@@ -15,11 +15,12 @@ from preload.engine.recipe import QUANTIZATIONS, Recipe
 DATA = Path(__file__).parents[1] / "data"
 
 MAX_RELATIVE_ERROR = {
-    "keep": 1e-4, "f32": 1e-4, "bf16": 0.02, "int8_per_channel": 0.08, "int4_group32": 0.2, "fp8_per_tensor": 0.2,
-    "fp8_per_block": 0.2, "mxfp8": 0.2, "mxfp4": 0.6, "nvfp4": 0.5,
+    "keep": 1e-4, "f32": 1e-4, "bf16": 0.02, "int8_per_channel": 0.08, "int4_group32": 0.2, "fp8_per_tensor": 0.5,
+    "fp8_per_block": 0.5, "mxfp8": 0.5, "mxfp4": 1.2, "nvfp4": 1.2,
 }  # fmt: skip
 """Of the last logits, by norm, against the checkpoint dequantized to float32. The checkpoint has 4 bits a weight as
-it is, so int4_group32 quantizes what is quantized already, on another grid."""
+it is, so the others quantize what is quantized already, on other grids; and so small a model takes errors of weights
+ill. Closer bounds, on a model without such history: tests/engine/test_recipe_logits.py."""
 
 
 @pytest.fixture(scope="module")

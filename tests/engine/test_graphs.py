@@ -1,0 +1,214 @@
+"""Graphs of decode steps without a GPU: which are made, in which order, how a step is padded, and when one is used.
+
+The recorder of these tests notes what it captures; its graphs compute again when they are replayed, from what is then
+in the inputs, as those of a GPU do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from preload.engine.core.core import EngineCore
+from preload.engine.core.graphs import DecodeGraphs, GraphInputs, decode_sizes
+from preload.engine.core.loop import DrainAsked, StepLoop
+from preload.engine.core.on_device import DeviceSteps
+from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.timeline import Timeline, now_ns
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeGraph:
+    work: Callable[[], torch.Tensor]
+    out: torch.Tensor
+    num_replays: int = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.out.copy_(self.work())
+
+
+@dataclass
+class FakeRecorder:
+    """Captures on the host. `sizes`: tokens of each capture in order."""
+
+    graphs: list[FakeGraph] = field(default_factory=list)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
+        work()
+        graph = FakeGraph(work, work().clone())
+        self.graphs.append(graph)
+        return graph, graph.out
+
+    @property
+    def sizes(self) -> list[int]:
+        return [graph.out.shape[0] for graph in self.graphs]
+
+
+def decodes(num_reqs: int, width: int = 2, num_tokens: int | None = None) -> AttentionBatch:
+    num_tokens = num_reqs if num_tokens is None else num_tokens
+    return AttentionBatch(
+        query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32),
+        seq_lens=torch.full((num_reqs,), 5, dtype=torch.int32),
+        block_table=torch.full((num_reqs, width), 7, dtype=torch.int32),
+        slot_mapping=torch.arange(num_tokens) + 28,
+        num_decodes=num_reqs if num_tokens == num_reqs else num_reqs - 1,
+    )
+
+
+@pytest.fixture
+def seen() -> list[tuple[torch.Tensor, AttentionBatch]]:
+    return []
+
+
+@pytest.fixture
+def graphs(seen: list[Any]) -> DecodeGraphs:
+    """Of a model that returns its ids as states, for 1, 2, 4 and 6 requests."""
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        seen.append((input_ids.clone(), batch))
+        return input_ids[:, None].float()
+
+    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU), decode_sizes(6, 512), 1000)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "token_budget", "sizes"),
+    [(1, 512, [1]), (6, 512, [1, 2, 4, 6]), (20, 512, [1, 2, 4, 8, 16, 20]), (64, 8, [1, 2, 4, 8])],
+)
+def test_sizes_end_with_the_largest_step(max_num_seqs: int, token_budget: int, sizes: list[int]) -> None:
+    assert decode_sizes(max_num_seqs, token_budget) == sizes
+
+
+def test_the_largest_graph_is_captured_first_on_random_ids(graphs: DecodeGraphs, seen: list[Any]) -> None:
+    order = []
+    while (key := graphs.capture_next()) is not None:
+        order.append(key)
+    assert order == [(6, 6), (4, 4), (2, 2), (1, 1)]
+    assert graphs.num_missing == 0
+    ids = torch.cat([ids for ids, _ in seen])
+    assert len(ids.unique()) > len(ids) / 2, "constant ids would take other paths than real ones"
+    assert bool((ids >= 0).all() and (ids < 1000).all())
+    for _, batch in seen:
+        assert bool((batch.slot_mapping == -1).all()), "a capture must not write into the KV cache"
+        assert not batch.block_table.any()
+
+
+def test_a_step_is_padded_to_the_next_larger_graph(graphs: DecodeGraphs, seen: list[Any]) -> None:
+    graphs.capture_all()
+    ids = torch.tensor([11, 12, 13])
+    got = graphs.run(ids, torch.tensor([4, 4, 4]), decodes(3))
+    assert got is not None
+    assert got.flatten().tolist() == [11, 12, 13]
+    padded, batch = seen[-1]
+    assert padded.tolist() == [11, 12, 13, 0]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 3]
+    assert batch.seq_lens.tolist() == [5, 5, 5, 0]
+    assert batch.slot_mapping.tolist() == [28, 29, 30, -1]
+    assert batch.block_table.tolist() == [[7, 7, 0]] * 3 + [[0, 0, 0]]
+    assert batch.num_decodes == 4
+
+
+def test_padding_is_clean_after_a_larger_step(graphs: DecodeGraphs, seen: list[Any]) -> None:
+    graphs.capture_all()
+    assert graphs.run(torch.arange(6), torch.zeros(6, dtype=torch.int64), decodes(6, width=3)) is not None
+    assert graphs.run(torch.arange(5), torch.zeros(5, dtype=torch.int64), decodes(5, width=1)) is not None
+    _, batch = seen[-1]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5, 5]
+    assert batch.slot_mapping.tolist()[5:] == [-1]
+    assert batch.block_table.tolist() == [[7, 0, 0]] * 5 + [[0, 0, 0]]
+
+
+def test_the_smallest_graph_that_fits_is_used_and_none_where_none_does(graphs: DecodeGraphs) -> None:
+    assert graphs.key_for(1, decodes(1)) is None, "nothing is captured yet"
+    graphs.capture_next()
+    assert graphs.key_for(1, decodes(1)) == (6, 6)
+    graphs.capture_all()
+    assert [graphs.key_for(n, decodes(n)) for n in (1, 2, 3, 5, 6)] == [(1, 1), (2, 2), (4, 4), (6, 6), (6, 6)]
+    assert graphs.key_for(7, decodes(7)) is None
+    assert graphs.key_for(0, decodes(0)) is None
+    assert graphs.key_for(9, decodes(2, num_tokens=9)) is None, "a prompt in the step"
+    assert graphs.key_for(2, decodes(2, width=4)) is None, "more blocks than the graphs' tables hold"
+
+
+@pytest.fixture
+def device_core(tiny: Any) -> tuple[EngineCore, FakeRecorder]:
+    """A core whose steps go through the device's path, on the host."""
+    decoder, recorder = tiny.decoder(), FakeRecorder()
+    steps = DeviceSteps(decoder, CPU, max_num_seqs=4, max_num_blocks=16, recorder=recorder)
+    settings = {"num_blocks": 65, "block_size": 4, "max_num_seqs": 4, "token_budget": 32, "max_model_len": 64}
+    return EngineCore(decoder, **settings, on_device=steps), recorder
+
+
+PROMPTS = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7, 8, 9, 10]}
+
+
+def test_tokens_are_the_same_by_graph_and_without(
+    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+) -> None:
+    core, recorder = device_core
+    core.use_graphs()
+    while core.num_missing_graphs:
+        core.capture_graph()
+    assert recorder.sizes == [4, 2, 1]
+    finished = run_core(core, *(make_request(name, prompt) for name, prompt in PROMPTS.items()))
+    assert {name: done.token_ids for name, done in finished.items()} == {
+        name: tiny.greedy(prompt, 8) for name, prompt in PROMPTS.items()
+    }
+    assert [graph.num_replays for graph in recorder.graphs] == [7, 0, 0], "three decodes go into the graph of four"
+    core.check_invariants()
+
+
+def test_without_graphs_steps_are_eager(
+    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+) -> None:
+    core, recorder = device_core
+    finished = run_core(core, make_request("a", PROMPTS["a"]))
+    assert finished["a"].token_ids == tiny.greedy(PROMPTS["a"], 8)
+    assert (core.num_missing_graphs, recorder.graphs) == (0, [])
+
+
+def test_captures_and_warm_ups_leave_the_cache_alone(device_core: tuple[EngineCore, FakeRecorder]) -> None:
+    core, _ = device_core
+    for keys, values in core.cache.layers:
+        keys.zero_()
+        values.zero_()
+    core.warm_up(4)
+    core.use_graphs()
+    while core.num_missing_graphs:
+        core.capture_graph()
+    assert not any(part.any() for layer in core.cache.layers for part in layer)
+
+
+def test_a_new_cache_drops_the_graphs_of_the_old(
+    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+) -> None:
+    core, recorder = device_core
+    core.use_graphs()
+    core.capture_graph()
+    core.allocate_kv(33)
+    finished = run_core(core, make_request("a", PROMPTS["a"]))
+    assert finished["a"].token_ids == tiny.greedy(PROMPTS["a"], 8)
+    assert recorder.graphs[0].num_replays == 0
+
+
+def test_an_idle_core_makes_its_graphs_in_the_background(
+    device_core: tuple[EngineCore, FakeRecorder], wait_for: Any
+) -> None:
+    core, recorder = device_core
+    core.use_graphs()
+    loop = StepLoop(core, Timeline())
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    wait_for(lambda: not core.num_missing_graphs, "the graphs")
+    loop.inbox.put(DrainAsked(now_ns()))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert recorder.sizes == [4, 2, 1]
