@@ -6,11 +6,13 @@ real core, in this process. Every request decodes greedily, with `context` token
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from .statistics import machine
@@ -74,6 +76,7 @@ def make_core(num_requests: int, context: int) -> EngineCore:
         )  # fmt: skip
         dtype = torch.float32
         kernels = "none"
+        choose = _chooser()
         logits = torch.randn(num_requests, VOCAB_SIZE)
 
         def forward(self, input_ids: Any, *_: Any) -> Any:
@@ -93,6 +96,17 @@ def make_core(num_requests: int, context: int) -> EngineCore:
         token_budget=TOKEN_BUDGET,
         max_model_len=longest,
     )
+
+
+@cache
+def _chooser() -> Any:
+    """What a core on this machine chooses tokens with."""
+    import torch
+
+    from preload.engine.core.kernels import choose_ops
+
+    with tempfile.TemporaryDirectory(prefix="preload-steps-") as folder:
+        return choose_ops(folder, torch.float32, len(os.sched_getaffinity(0))).choose
 
 
 def fill(core: EngineCore, num_requests: int, context: int) -> None:

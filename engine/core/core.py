@@ -81,7 +81,7 @@ class EngineCore:
         )
         batch = PersistentBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
         self.runner = Runner(decoder, self.cache, batch, on_device)
-        self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size, processors)
+        self.sampler = Sampler(max_num_seqs, decoder.spec.vocab_size, processors, decoder.choose)
         self.grammars = GrammarCompiler(decoder.spec.vocab_size)
         self.speculator: Speculator | None = None
         self._vocab_size = decoder.spec.vocab_size

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from preload.engine.kernels.argmax import argmax_rows
+from preload.engine.layers.ops import Choose
 
 from .logits import LogitsProcessor
 from .logprobs import token_logprobs
@@ -42,7 +43,15 @@ class SampledToken:
 class Sampler:
     """Sampling parameters by request row, and the choice of tokens."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, processors: Mapping[str, Processor] | None = None) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        processors: Mapping[str, Processor] | None = None,
+        choose: Choose | None = None,
+    ) -> None:
+        """`choose`: what chooses the same tokens as this class does in torch, sooner."""
+        self._fast_choose = choose
         self._processor = LogitsProcessor(max_num_seqs, vocab_size, processors or {})
         self._failed: dict[int, str] = {}  # by request row, of what was processed last
         self._token_hashes = hash_tokens(vocab_size)
@@ -148,6 +157,12 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each row, float32[num_rows], and the token chosen."""
+        if self._fast_choose is not None:
+            return self._fast_choose(
+                logits, temperature=self._temperature[rows], min_p=self._min_p[rows],
+                top_k=self._top_k[rows], top_p=self._top_p[rows], seeds=self._seeds[rows],
+                positions=positions, token_hashes=self._token_hashes,
+            )  # fmt: skip
         tokens = argmax_rows(logits)
         largest = logits.gather(1, tokens[:, None]).flatten()
         temperature = self._temperature[rows]

@@ -26,7 +26,8 @@ from preload.engine.kernels.native.library import (
 from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product
-from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
+from .native_sampling import NativeSampling
+from .ops import AddedProjection, Attention, Choose, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
 from .weights import Weight
 
 _UNIT_NAMES = {"integers": "VNNI", "tiles": "AMX"}
@@ -39,13 +40,16 @@ def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
     note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
     if dtype == torch.float32:
         return NativeOps(library, note)
-    return NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")
+    ops = NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")
+    ops.choose = NativeSampling(library)
+    return ops
 
 
 class NativeOps:
     """All operations of float32 activations."""
 
     def __init__(self, library: NativeLibrary, note: str) -> None:
+        self.choose: Choose | None = NativeSampling(library)
         self._library = library
         self._note = note
         self._torch_attention = ""

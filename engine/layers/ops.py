@@ -58,8 +58,24 @@ rotation, cache, batch) → dtype[num_tokens, num_heads·head_dim]. Rotates quer
 the cache, attends. The first argument may be overwritten."""
 
 
+class Choose(Protocol):
+    """The token that a sampler chooses from each row of logits, without tensors of the vocabulary's size between."""
+
+    def __call__(
+        self, logits: Tensor, *, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor,
+        positions: Tensor, token_hashes: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The largest logit of each row, NaN where one is: float32[num_rows]; and the tokens: int64[num_rows].
+
+        logits: float32[num_rows, vocab_size]; temperature (0: greedy), min_p, top_p: float32[num_rows]; top_k, seeds,
+        positions: int64[num_rows]; token_hashes: int32[vocab_size]. As engine/core/sampler.py and noise.py say."""
+
+
 class Ops(Protocol):
     """Operations over resident weights. Each call returns the operation, ready to be called in every step."""
+
+    choose: Choose | None
+    """None: the sampler's own, in torch."""
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
         """Linear layers of one input, normed first if asked to, results side by side."""
@@ -79,6 +95,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """The specification. `product` may be a faster product of the same results, `note` says what is in use."""
+
+    choose: Choose | None = None
 
     def __init__(self, product: Callable[[Tensor, Weight], Tensor] = product, note: str = "torch") -> None:
         self._product = product

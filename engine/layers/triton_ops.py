@@ -21,11 +21,13 @@ from preload.engine.kernels.triton.scatter import write_kv
 from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product_by_rows
-from .ops import AddedProjection, Attention, Heads, LayerCache, Norm, Projection, Rotation
+from .ops import AddedProjection, Attention, Choose, Heads, LayerCache, Norm, Projection, Rotation
 
 
 class TritonOps:
     """All operations, for activations of any float dtype."""
+
+    choose: Choose | None = None
 
     def __init__(self) -> None:
         self._by_torch: set[str] = set()

@@ -46,6 +46,7 @@ class Decoder:
             lm_head = table.take_weight("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.lm_head = ops.projection([Linear(lm_head)])
         self.kernels = ops.describe()
+        self.choose = ops.choose
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)

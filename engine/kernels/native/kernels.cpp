@@ -1,11 +1,14 @@
 // The C interface, called through ctypes by native/library.py. Pointers are to float32 unless their type says more;
 // weights are read-only and never written. A session is one engine's threads and scratch; calls on it take turns.
 #include "attention.h"
+#include "sampling.h"
 
 struct Session {
-  Session(int num_threads, int32_t units) : context(num_threads, units), attention(num_threads) {}
+  Session(int num_threads, int32_t units)
+      : context(num_threads, units), attention(num_threads), sampling(num_threads) {}
   Context context;
   std::vector<AttentionScratch> attention;
+  std::vector<SamplingScratch> sampling;
 };
 
 extern "C" {
@@ -29,6 +32,11 @@ void preload_attention(Session* session, const AttentionStep* step, float* qkv, 
                        float* out) {
   std::lock_guard<std::mutex> lock(session->context.mutex);
   run_attention(session->context, *step, qkv, keys, values, out, session->attention);
+}
+
+void preload_sample(Session* session, const SamplingCall* call) {
+  std::lock_guard<std::mutex> lock(session->context.mutex);
+  run_sampling(session->context.pool, *call, session->sampling);
 }
 
 }  // extern "C"

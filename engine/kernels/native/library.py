@@ -50,6 +50,17 @@ class AttentionStepStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class SamplingCallStruct(ctypes.Structure):
+    """`SamplingCall` of sampling.h."""
+
+    _fields_ = [
+        ("logits", c_void_p), ("stride", c_int64), ("num_rows", c_int64), ("num_tokens", c_int64),
+        ("temperature", c_void_p), ("log_min_p", c_void_p), ("top_p", c_void_p),
+        ("top_k", c_void_p), ("seeds", c_void_p), ("positions", c_void_p), ("token_hashes", c_void_p),
+        ("largest", c_void_p), ("tokens", c_void_p),
+    ]  # fmt: skip
+
+
 _ATTENTION_TYPES = (c_void_p,) * 6
 _LINEAR_TYPES = (
     c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int32, c_void_p, c_void_p
@@ -79,5 +90,8 @@ class NativeLibrary:
             library.preload_linear.restype = None
             library.preload_attention.argtypes = _ATTENTION_TYPES
             library.preload_attention.restype = None
+            library.preload_sample.argtypes = (c_void_p, c_void_p)
+            library.preload_sample.restype = None
         self.linear, self.linear_without_gil = holding.preload_linear, releasing.preload_linear
         self.attention, self.attention_without_gil = holding.preload_attention, releasing.preload_attention
+        self.sample, self.sample_without_gil = holding.preload_sample, releasing.preload_sample

@@ -99,6 +99,13 @@ INLINE void splat_halves(const uint8_t* p, V& first, V& second) {
   first = {_mm512_moveldup_ps(both)};
   second = {_mm512_movehdup_ps(both)};
 }
+// A bit for each lane that is at least `bound`; never for a NaN.
+INLINE uint32_t not_below(V a, float bound) { return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(bound), _CMP_GE_OQ); }
+// Appends the lanes whose bit is set; room for 16. Returns the new end.
+INLINE float* append_lanes(float* end, V a, uint32_t bits) {
+  _mm512_storeu_ps(end, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), a.v));
+  return end + __builtin_popcount(bits);
+}
 INLINE V fold_halves(V a, V b) {  // [a.lo + a.hi, b.lo + b.hi]
   return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x44), _mm512_shuffle_f32x4(a.v, b.v, 0xEE))};
 }
@@ -199,6 +206,24 @@ INLINE V from_half(const uint16_t* p) {
   for (int i = 0; i < 16; ++i) wide[i] = half_to_float(p[i]);
   return load(wide);
 #endif
+}
+INLINE uint32_t not_below(V a, float bound) {
+  uint32_t bits = 0;
+#if defined(__AVX2__)
+  const __m256 at = _mm256_set1_ps(bound);
+  bits = _mm256_movemask_ps(_mm256_cmp_ps((__m256)a.lo, at, _CMP_GE_OQ));
+  bits |= _mm256_movemask_ps(_mm256_cmp_ps((__m256)a.hi, at, _CMP_GE_OQ)) << 8;
+#else
+  for (int i = 0; i < 8; ++i) bits |= (a.lo[i] >= bound) << i | (a.hi[i] >= bound) << (i + 8);
+#endif
+  return bits;
+}
+INLINE float* append_lanes(float* end, V a, uint32_t bits) {
+  for (; bits; bits &= bits - 1) {
+    const int lane = __builtin_ctz(bits);
+    *end++ = lane < 8 ? a.lo[lane] : a.hi[lane - 8];
+  }
+  return end;
 }
 struct Affine {
   V scale, minimum;
