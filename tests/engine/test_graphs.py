@@ -94,7 +94,7 @@ def test_the_largest_graph_is_captured_first_on_random_ids(graphs: DecodeGraphs,
     assert order == [(6, 6), (4, 4), (2, 2), (1, 1)]
     assert graphs.num_missing == 0
     ids = torch.cat([ids for ids, _ in seen])
-    assert len(ids.unique()) > len(ids) / 2, "constant ids would take other paths than real ones"
+    assert len(ids.unique()) > len(ids) / 3, "constant ids would take other paths than real ones"
     assert bool((ids >= 0).all() and (ids < 1000).all())
     for _, batch in seen:
         assert bool((batch.slot_mapping == -1).all()), "a capture must not write into the KV cache"
