@@ -21,6 +21,7 @@ from .mapping import Mapped, sizes_of
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
     "uint32": 4, "int32": 4, "float32": 4,
     "uint64": 8, "int64": 8, "float64": 8, "complex64": 8,
