@@ -1,6 +1,7 @@
 # make demo     the main job, end to end, on a real model
 # make test       all tests but the slow ones and those that need a GPU
 # make test-slow  kills at every failpoint, chaos, a real systemd, fuzzers
+# make test-emulated  tests of the main job and of survival, with weights on an emulated GPU
 # make fuzz     attacks on every listening socket, FUZZ_SECONDS each (120)
 # make bench    serving, measured: this project alone, in three minutes
 # make bench-peers  the same for vLLM and llama.cpp, set up from the registry, by turns with ours
@@ -13,10 +14,10 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 WORKERS ?= 3
 MODEL = $(shell find $(VENV)/lib -name 'SmolLM2-135M-Instruct.Q4_1.gguf')
-PROTOS := weight_cache loader engine_core catalog template
+PROTOS := weight_cache loader engine_core catalog template holder
 PACKAGES := bench cli daemon engine protos systemd
 
-.PHONY: demo test test-slow fuzz bench bench-peers bench-start kernels lint format protos check-protos setup clean
+.PHONY: demo test test-emulated test-slow fuzz bench bench-peers bench-start kernels lint format protos check-protos setup clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +37,14 @@ test: setup
 
 test-slow: setup
 	$(BIN)/pytest -m "slow and not gpu" -n 2 --dist worksteal
+
+# The same tests as on the host: daemons keep what they load on an emulated GPU instead.
+EMULATED := tests/contract tests/restart/test_daemon_killed.py tests/restart/test_keeper.py
+EMULATED += tests/restart/test_failpoints.py tests/restart/test_failpoints_loader.py
+test-emulated: setup
+	for backend in cuda_vmm cuda_ipc; do \
+	  $(BIN)/python tests/fakes/cuda_machine.py $(BIN)/pytest $(EMULATED) --on $$backend -n 2 --dist worksteal || exit 1; \
+	done
 
 FUZZ_SECONDS := 120
 fuzz: setup

@@ -43,6 +43,7 @@ def _status_dict(answer: Any) -> dict[str, Any]:
             {
                 "name": device.name,
                 "capacity_bytes": device.capacity_bytes,
+                **({"holder_pid": device.holder_pid} if device.holder_pid else {}),
                 "resident_bytes": device.resident_bytes,
                 "reserved_bytes": device.reserved_bytes,
             }

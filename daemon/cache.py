@@ -29,6 +29,7 @@ from .errors import (
     StillLoadingError,
 )
 from .generations import Catalog, Generation, Progress, Rank, Recipe, Source, State
+from .holders import Holders
 from .leases import Event, Lease, LeaseBook
 from .loads import Loads, VerifyResult
 from .notify import Notifier
@@ -71,7 +72,8 @@ class WeightCache:
         """Why nobody can come in, if so: holders of leases go on."""
         self.catalog = Catalog()
         self.leases = LeaseBook(config.ticket_ttl_s)
-        self.devices = Devices(config.host_limit, config.device_limit)
+        holders = Holders(config.runtime_dir, is_kept=notifier.has_manager)
+        self.devices = Devices(config.host_limit, config.device_limit, holders, config.device_memory)
         self.parking = Parking(notifier, self.catalog, self.leases, self.devices, epoch)
         self._disk = Disk()
         self.residency = Residency(
@@ -91,9 +93,16 @@ class WeightCache:
 
     def restore(self, fds: dict[str, int]) -> None:
         """Takes in what the last life left with the keeper. Raises BadRequestError on an unknown catalog."""
+        self.devices.holders.watch(self._lose)
         for revived in self.parking.restore(fds):
             self.residency.revive(revived)
+        self.devices.holders.settle()
         self.parking.begin()
+
+    def _lose(self, device: str, failure: CacheError) -> None:
+        """The memory behind IPC handles of a device is gone, under whoever uses it or fills it."""
+        self.loads.lose(device, failure)
+        self.residency.lose(device, failure)
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Other limits, times and models from now on. Raises BadRequestError before anything is changed."""

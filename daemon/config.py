@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .capacity import parse_limit, physical_host_bytes
-from .devices import HOST, checked_name
+from .devices import CUDA_VMM, DEVICE_MEMORIES, HOST, checked_name
 from .errors import BadRequestError
 from .generations import Rank, Recipe, Source
 from .runtime_folder import default_runtime_dir
@@ -58,6 +58,14 @@ class DaemonConfig:
     device_limit: str = field(
         default="90%", metadata={"help": "memory of each GPU for weights: a share (90%%) or a size (64G)"}
     )
+    device_memory: str = field(
+        default=CUDA_VMM,
+        metadata={
+            "help": "how memory of GPUs is shared: cuda_vmm (descriptors), or cuda_ipc (handles of a holder process, "
+            "where the driver exports no descriptors)",
+            "choices": DEVICE_MEMORIES,
+        },
+    )
     http_host: str = field(default="127.0.0.1", metadata={"help": "address of /health, /ready and /metrics"})
     http_port: int = field(default=8470, metadata={"help": "port of /health, /ready and /metrics; 0 = any free"})
     allow_uids: tuple[int, ...] = field(
@@ -89,6 +97,9 @@ class DaemonConfig:
             for number in getattr(self, name):
                 if not 0 <= number <= _MAX_ID:
                     raise BadRequestError(f"{name}: {number} is no id; ids run from 0 to {_MAX_ID}")
+        if self.device_memory not in DEVICE_MEMORIES:
+            known = ", ".join(DEVICE_MEMORIES)
+            raise BadRequestError(f"device_memory must be one of {known}, not {self.device_memory!r}")
         for name in ("host_limit", "device_limit"):
             try:
                 parse_limit(getattr(self, name), physical_host_bytes())

@@ -15,11 +15,15 @@ from typing import Protocol, TypeVar
 
 from .capacity import Ledger, check_kernel_has, parse_limit, physical_host_bytes, refusal
 from .errors import BadRequestError
+from .holders import Holders
 from .segments import Segment
-from .segments.cuda_vmm import CudaDriver, CudaVmmSegment, DeviceInfo
+from .segments.cuda_vmm import CudaVmm, CudaVmmSegment
+from .segments.driver import DeviceInfo
 from .segments.host import HostSegment, is_sealed
 
 HOST = "host"
+CUDA_VMM, CUDA_IPC = "cuda_vmm", "cuda_ipc"
+DEVICE_MEMORIES = (CUDA_VMM, CUDA_IPC)
 _CUDA = re.compile(r"cuda:GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 T = TypeVar("T")
@@ -48,7 +52,7 @@ class Device(Protocol):
     async def allocate(self, size_bytes: int, label: str) -> Segment:
         """Raises CacheError."""
 
-    def revive(self, fd: int, size_bytes: int) -> Segment | None:
+    def revive(self, fd: int, size_bytes: int, handle: bytes = b"") -> Segment | None:
         """The segment behind a parked descriptor; None if it is not what was parked."""
 
 
@@ -69,16 +73,26 @@ class HostDevice:
         except OSError as error:
             raise refusal(error, f"a segment of {size_bytes:,} bytes") from error
 
-    def revive(self, fd: int, size_bytes: int) -> Segment | None:
+    def revive(self, fd: int, size_bytes: int, handle: bytes = b"") -> Segment | None:
         is_ours = is_sealed(fd) and os.fstat(fd).st_size == size_bytes
         return HostSegment(fd, size_bytes) if is_ours else None
+
+
+class GpuMemory(Protocol):
+    """How memory of GPUs is got: through the driver, or through holders."""
+
+    def describe(self, name: str) -> DeviceInfo:
+        """Raises DeviceError."""
+
+    def allocate(self, name: str, size_bytes: int) -> Segment:
+        """Raises NoMemoryError, DeviceError."""
 
 
 class CudaDevice:
     """Memory of one GPU."""
 
-    def __init__(self, driver: CudaDriver, info: DeviceInfo, limit: str) -> None:
-        self._driver = driver
+    def __init__(self, memory: GpuMemory, info: DeviceInfo, limit: str) -> None:
+        self._memory = memory
         self.info = info
         self.granularity_bytes = info.granularity_bytes
         self.ledger = Ledger(info.name, parse_limit(limit, info.total_bytes))
@@ -89,21 +103,23 @@ class CudaDevice:
 
     async def allocate(self, size_bytes: int, label: str) -> Segment:
         return await _in_thread(
-            lambda: self._driver.allocate(self.info.name, size_bytes), lambda segment: segment.close()
+            lambda: self._memory.allocate(self.info.name, size_bytes), lambda segment: segment.close()
         )
 
-    def revive(self, fd: int, size_bytes: int) -> Segment | None:
+    def revive(self, fd: int, size_bytes: int, handle: bytes = b"") -> Segment | None:
         """The driver tells no size of a descriptor that is not mapped: the catalog is believed."""
-        return CudaVmmSegment(fd, size_bytes)
+        return CudaVmmSegment(fd, size_bytes, handle)
 
 
 class Devices:
-    """All memories of this daemon, by name."""
+    """All memories of this daemon, by name. Of GPUs, new segments are of one backend; those that an earlier life
+    parked are of whatever it was then."""
 
-    def __init__(self, host_limit: str, device_limit: str, driver: CudaDriver | None = None) -> None:
+    def __init__(self, host_limit: str, device_limit: str, holders: Holders, device_memory: str = CUDA_VMM) -> None:
         self.host = HostDevice(host_limit)
+        self.holders = holders
         self._limit = device_limit
-        self._driver = driver or CudaDriver()
+        self._memory: GpuMemory = holders if device_memory == CUDA_IPC else CudaVmm()
         self._cuda: dict[str, CudaDevice] = {}
 
     def __iter__(self) -> Iterator[Device]:
@@ -119,14 +135,14 @@ class Devices:
         """A device that somebody asks for. Raises BadRequestError, DeviceError."""
         checked_name(name)
         if name != HOST and name not in self._cuda:
-            info = await _in_thread(lambda: self._driver.describe(name))
+            info = await _in_thread(lambda: self._memory.describe(name))
             if name not in self._cuda:  # another may have asked meanwhile
                 self.adopt(info)
         return self.of(name)
 
     def adopt(self, info: DeviceInfo) -> None:
         """Takes a device in as it was described, by the driver or by an earlier life of the daemon."""
-        self._cuda[info.name] = CudaDevice(self._driver, info, self._limit)
+        self._cuda[info.name] = CudaDevice(self._memory, info, self._limit)
 
     def described(self) -> list[DeviceInfo]:
         """The GPUs that are known."""

@@ -125,6 +125,8 @@ class Generation:
     last_used: int = 0
     lingering_bytes: int = 0
     """Of a FAILED generation that holders still map: no longer ours to free, and not free yet."""
+    lingering: list[Segment] = field(default_factory=list)
+    """Those of them that we must not let go of before."""
     key: str = field(default_factory=lambda: secrets.token_hex(6))
     since_s: float = field(default_factory=time.monotonic)
     """When it came into its state, in this life of the daemon."""
@@ -146,10 +148,12 @@ class Generation:
         self.manifest, self.segments, self.load_phases = manifest, segments, phases
         self.enter(State.READY)
 
-    def fail(self, failure: CacheError) -> int:
-        """→ FAILED(reason). Returns the bytes whose last reference of ours is gone."""
+    def fail(self, failure: CacheError, is_leased: bool) -> int:
+        """→ FAILED(reason). Returns the bytes that are ours no longer, or only for the sake of its leases."""
         self.failure = failure
         self.enter(State.FAILED)
+        if is_leased:
+            self.lingering = [segment for segment in self.segments if segment.dies_with_us]
         return self.free()
 
     def enter(self, state: State) -> None:
@@ -157,11 +161,19 @@ class Generation:
         self.since_s = time.monotonic()
 
     def free(self) -> int:
-        """Closes our descriptors; processes that map the segments keep them. Returns the bytes let go."""
+        """Lets go of the segments; processes that map them keep them, if they can. Returns the bytes let go."""
         num_bytes = self.resident_bytes
         for segment in self.segments:
-            segment.close()
+            if segment not in self.lingering:
+                segment.close()
         self.segments = []
+        return num_bytes
+
+    def end_lingering(self) -> int:
+        """Nobody maps a FAILED generation any more. Returns the bytes that are free now."""
+        for segment in self.lingering:
+            segment.close()
+        num_bytes, self.lingering, self.lingering_bytes = self.lingering_bytes, [], 0
         return num_bytes
 
 

@@ -21,6 +21,7 @@ from . import wire
 from .doors import Doors, Peer, is_owner, peer_of
 from .errors import BadRequestError, CacheError, NotAllowedError, TooManyError
 from .leases import LeaseBook
+from .segments import descriptors
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Handover:
         except DecodeError as error:
             raise BadRequestError(f"not a hand-over request: {error}") from error
         lease = self._leases.redeem(request.ticket, peer.uid)
-        return [segment.fd for segment in lease.generation.segments]
+        return descriptors(lease.generation.segments)
 
 
 def _stop_reading(sock: socket.socket) -> None:

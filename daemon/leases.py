@@ -18,6 +18,7 @@ from enum import Enum
 from .doors import is_owner
 from .errors import BadTicketError, TooManyError
 from .generations import Generation, Phase
+from .segments import descriptors
 
 MAX_LEASES = 4096
 """Each is a stream, and an entry of the catalog that is written whenever one comes or goes. One process cannot have
@@ -30,6 +31,8 @@ class Event(Enum):
     RETIRING = "retiring"
     SUPERSEDED = "superseded"
     DRAINING = "draining"
+    FAILED = "failed"
+    """With why. Mappings must not be used any more."""
     ENDED = "ended"
     """With why. The stream must end now."""
 
@@ -67,6 +70,8 @@ class LeaseBook:
         self._drop_expired_tickets()
         self._make_room()
         lease = Lease(secrets.token_hex(8), generation, pid, client, time.monotonic(), uid=uid)
+        # Handles are in the answer itself: there is no hand-over to wait for.
+        lease.mapped = not descriptors(generation.segments) and bool(generation.segments)
         self._leases[lease.id] = lease
         generation.num_attaches += 1
         return lease, self._issue(lease)

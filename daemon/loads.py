@@ -22,7 +22,7 @@ from .errors import BadRequestError, CacheError, EvictedError, InternalError, To
 from .generations import Catalog, Generation, Phase, Progress, Receipt, Source, generation_id
 from .loader_process import LoaderProcess
 from .residency import Residency
-from .segments import Segment
+from .segments import Segment, descriptors, handles
 from .segments.closer import all_closed
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class _Load:
     num_callers: int = 0
     is_running: bool = False
     cancel_reason: str = ""
+    failure: CacheError | None = None
+    """What ended it, if nobody did."""
     reserved_bytes: int = 0
     segments: list[Segment] = field(default_factory=list)
     tables: tuple[bytes, bytes] | None = None
@@ -149,6 +151,13 @@ class Loads:
             self._cancel(load, reason)
         await asyncio.gather(*(load.task for load in loads), return_exceptions=True)
 
+    def lose(self, device: str, failure: CacheError) -> None:
+        """Ends loads into memory that a holder has taken with it."""
+        for load in list(self._loads.values()):
+            if load.source.device == device and handles(load.segments) and not load.cancel_reason:
+                load.failure = failure
+                self._cancel(load, "ended with its memory")
+
     def _start(self, source: Source, evict_lru: bool) -> _Load:
         self._require_room()
         device = self._devices.of(source.device)
@@ -175,7 +184,9 @@ class Loads:
                 await self._run_loader(load)
             return self._commit(load)
         except asyncio.CancelledError:
-            failure: CacheError = EvictedError(f"the load of {load.source.path} was {load.cancel_reason}")
+            failure: CacheError = load.failure or EvictedError(
+                f"the load of {load.source.path} was {load.cancel_reason}"
+            )
         except CacheError as error:
             failure = error
         except Exception as error:
@@ -214,7 +225,8 @@ class Loads:
         match update.WhichOneof("update"):
             case "plan":
                 await self._allocate(load, update.plan.segment_bytes)
-                loader.send(pb.Grant(granted=True), [segment.fd for segment in load.segments])
+                grant = pb.Grant(granted=True, handles=handles(load.segments))
+                loader.send(grant, descriptors(load.segments))
             case "progress":
                 load.generation.progress = wire.progress(update.progress)
             case "committed":
@@ -323,7 +335,8 @@ class Loads:
             os.lseek(table, 0, os.SEEK_SET)
             job = wire.job(pb.MODE_VERIFY, source, self.num_threads)
             job.device = generation.device
-            fds = [table, *(segment.fd for segment in generation.segments)]
+            job.handles.extend(handles(generation.segments))
+            fds = [table, *descriptors(generation.segments)]
             loader = await LoaderProcess.start(self._loader_command, job, fds)
         finally:
             os.close(table)

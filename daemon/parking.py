@@ -23,7 +23,8 @@ from .errors import BadRequestError, CacheError
 from .generations import Catalog, Generation, Receipt, Source
 from .leases import Lease, LeaseBook
 from .notify import Notifier
-from .segments.cuda_vmm import DeviceInfo
+from .segments import Segment
+from .segments.driver import DeviceInfo
 
 log = logging.getLogger(__name__)
 
@@ -91,16 +92,15 @@ class Parking:
         return parked
 
     def _revive(self, entry: pb.ParkedGeneration, fds: dict[str, int]) -> Iterator[Revived]:
-        names = [_manifest_name(entry.key), *(_segment_name(entry.key, i) for i in range(len(entry.segment_bytes)))]
+        num_descriptors = 0 if entry.blocks else len(entry.segment_bytes)
+        names = [_manifest_name(entry.key), *(_segment_name(entry.key, i) for i in range(num_descriptors))]
         if not all(name in fds for name in names):
             missing = [name for name in names if name not in fds]
             log.warning("generation %s is dropped: %s did not come back", entry.id[:12], ", ".join(missing))
             return
         manifest_fd, *segment_fds = (fds[name] for name in names)
-        device = self._devices.of(entry.device)
-        revived = [device.revive(fd, size) for fd, size in zip(segment_fds, entry.segment_bytes, strict=True)]
-        segments = [segment for segment in revived if segment is not None]
-        if len(segments) != len(revived):
+        segments = self._revive_segments(entry, segment_fds)
+        if segments is None:
             log.warning("generation %s is dropped: a parked segment is not what was sealed", entry.id[:12])
             return
         serialized = os.pread(manifest_fd, os.fstat(manifest_fd).st_size, 0)
@@ -114,6 +114,17 @@ class Parking:
             del fds[name]
         self._manifests[generation] = manifest_fd
         yield Revived(generation, sources, [wire.revived_lease(lease, generation) for lease in entry.leases])
+
+    def _revive_segments(self, entry: pb.ParkedGeneration, fds: list[int]) -> list[Segment] | None:
+        """None if any of them is not what was parked."""
+        if entry.blocks:
+            found = self._devices.holders.revive(entry.device, entry.holder_id, entry.blocks, entry.segment_bytes)
+            return None if found is None else [*found]
+        device = self._devices.of(entry.device)
+        handles = entry.handles or [b""] * len(fds)
+        revived = [device.revive(*parked) for parked in zip(fds, entry.segment_bytes, handles, strict=True)]
+        segments = [segment for segment in revived if segment is not None]
+        return segments if len(segments) == len(revived) else None
 
     def park(self, generation: Generation) -> None:
         """Stores the descriptors of a generation that is about to be READY; `save` then makes them count."""
@@ -130,6 +141,7 @@ class Parking:
         return self._notifier.store(_manifest_name(generation.key), self._manifests[generation]) and all(
             self._notifier.store(_segment_name(generation.key, index), segment.fd)
             for index, segment in enumerate(generation.segments)
+            if segment.fd >= 0
         )
 
     def drop(self, generation: Generation, num_segments: int) -> None:

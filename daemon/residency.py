@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 
-from .devices import Devices
+from .devices import CUDA_IPC, Devices
 from .disk import Disk
 from .errors import CacheError, CheckpointNotFoundError
 from .generations import Catalog, Generation, Manifest, Phase, Receipt, Source, State, generation_id
@@ -114,10 +114,20 @@ class Residency:
         log.error("generation %s FAILED: %s", generation.name, failure.message)
         self._leases.revoke_tickets(generation)
         num_segments = len(generation.segments)
-        generation.lingering_bytes = generation.fail(failure)
+        generation.lingering_bytes = generation.fail(failure, bool(self._leases.of(generation)))
         self._parking.drop(generation, num_segments)
         self._free_if_unused(generation)
         self._catalog.forget_old_failures()
+
+    def lose(self, device: str, failure: CacheError) -> None:
+        """Whatever a device's holder held is gone, leased or not: → FAILED, and everybody is told."""
+        for generation in self._catalog:
+            kinds = {segment.backend for segment in (*generation.segments, *generation.lingering)}
+            if generation.device == device and CUDA_IPC in kinds:
+                self._leases.notify(generation, Event.FAILED, failure.message)
+                if generation.state is not State.FAILED:
+                    self.fail(generation, failure)
+                self._devices.of(device).ledger.free(generation.end_lingering())
 
     def retire(self, generation: Generation) -> bool:
         """READY → RETIRING. True if its memory went at once, for want of leases."""
@@ -163,8 +173,7 @@ class Residency:
         if self._leases.of(generation):
             return False
         if generation.state is State.FAILED and generation.lingering_bytes:
-            self._devices.of(generation.device).ledger.free(generation.lingering_bytes)
-            generation.lingering_bytes = 0
+            self._devices.of(generation.device).ledger.free(generation.end_lingering())
         if generation.state is not State.RETIRING:
             return False
         num_segments = len(generation.segments)

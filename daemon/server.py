@@ -110,6 +110,7 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
         task.cancel()
     await asyncio.gather(*background, probing, return_exceptions=True)
     handover.close()
+    cache.devices.holders.close()
     probes.close()
     notifier.close()
 

@@ -99,6 +99,7 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
                     capacity_bytes=ledger.capacity_bytes,
                     resident_bytes=ledger.resident_bytes,
                     reserved_bytes=ledger.reserved_bytes,
+                    holder_pid=self._cache.devices.holders.pid(ledger.device),
                 )
                 for ledger in (device.ledger for device in self._cache.devices)
             ],
@@ -108,6 +109,8 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
             uptime_ms=int((time.monotonic() - self._cache.started_s) * 1000),
             missing_models=self._cache.missing_models(),
             http_address=self._http_address,
+            pid_namespace=_namespace("pid"),
+            ipc_namespace=_namespace("ipc"),
         )
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:  # noqa: N802
@@ -148,6 +151,15 @@ class WeightCacheService(pb_grpc.WeightCacheServicer):
     def _describe(self, generation: Generation) -> pb.Generation:
         sources = self._cache.catalog.sources(generation)
         return wire.generation_message(generation, sources, self._cache.leases.of(generation))
+
+
+@cache
+def _namespace(kind: str) -> int:
+    """The inode number by which processes tell whether they share one; 0 without /proc."""
+    try:
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    except OSError:
+        return 0
 
 
 @cache

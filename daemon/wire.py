@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -18,6 +19,7 @@ from .errors import BY_REASON, BadRequestError, CacheError, InternalError, TooMa
 from .generations import Generation, Manifest, Phase, Progress, Rank, Receipt, Recipe, Source, State, generation_id
 from .leases import Event, Lease
 from .segments import Segment
+from .segments.cuda_ipc import CudaIpcSegment
 
 _ROLES = ("target", "draft")
 _MAX_CLIENT_CHARS = 200
@@ -193,7 +195,7 @@ def phase_messages(values: Sequence[Phase]) -> list[pb.Phase]:
 
 def segment_messages(generation: Generation) -> list[pb.Segment]:
     return [
-        pb.Segment(index=i, size_bytes=s.size_bytes, backend=s.backend, device=generation.device)
+        pb.Segment(index=i, size_bytes=s.size_bytes, backend=s.backend, device=generation.device, handle=s.handle)
         for i, s in enumerate(generation.segments)
     ]
 
@@ -213,6 +215,7 @@ def generation_message(value: Generation, sources: Sequence[Source], leases: Seq
         device=value.device,
         resident_bytes=value.resident_bytes,
         num_segments=len(value.segments),
+        backend=value.segments[0].backend if value.segments else "",
         num_tensors=value.manifest.num_tensors if value.manifest else 0,
         progress=progress_message(value.progress) if value.state is State.LOADING else None,
         load_phases=phase_messages(value.load_phases),
@@ -244,6 +247,7 @@ def parked_generation(
         rank=rank_message(value.rank),
         device=value.device,
         segment_bytes=[segment.size_bytes for segment in value.segments],
+        **_parked_handles(value.segments),
         load_phases=phase_messages(value.load_phases),
         num_attaches=value.num_attaches,
         sources=[
@@ -268,6 +272,14 @@ def parked_generation(
             for lease in leases
         ],
     )
+
+
+def _parked_handles(segments: Sequence[Segment]) -> dict[str, Any]:
+    """What the next life needs beside descriptors, or in place of them."""
+    blocks = [segment for segment in segments if isinstance(segment, CudaIpcSegment)]
+    if blocks:
+        return {"holder_id": blocks[0].holder_id, "blocks": [block.block_id for block in blocks]}
+    return {"handles": [segment.handle for segment in segments] if any(s.handle for s in segments) else []}
 
 
 def revived_generation(message: catalog.ParkedGeneration, serialized: bytes, segments: list[Segment]) -> Generation:
@@ -318,5 +330,8 @@ def event_message(event: Event, successor: str) -> pb.AttachEvent:
             return pb.AttachEvent(superseded=pb.Superseded(generation_id=successor))
         case Event.DRAINING:
             return pb.AttachEvent(draining=pb.Draining())
+        case Event.FAILED:
+            info = pb.ErrorInfo(reason=pb.NO_DEVICE, message=successor)
+            return pb.AttachEvent(failed=pb.Failed(error=info))
         case Event.ENDED:
             raise TooManyError(f"this lease was ended: {successor}")

@@ -103,11 +103,16 @@ class ParkedGeneration(_message.Message):
     NUM_ATTACHES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     id: _builtins.str
     retiring: _builtins.bool
     device: _builtins.str
     num_attaches: _builtins.int
+    holder_id: _builtins.str
+    """of "cuda_ipc" segments, which have no descriptors: whose memory they are,"""
     @_builtins.property
     def recipe(self) -> _weight_cache_pb2.Recipe: ...
     @_builtins.property
@@ -120,6 +125,14 @@ class ParkedGeneration(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParkedSource]: ...
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParkedLease]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """and which of its blocks"""
+
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """fabric handles of "cuda_vmm" segments, if they have any"""
+
     def __init__(
         self,
         *,
@@ -134,10 +147,13 @@ class ParkedGeneration(_message.Message):
         num_attaches: _builtins.int = ...,
         sources: _abc.Iterable[Global___ParkedSource] | None = ...,
         leases: _abc.Iterable[Global___ParkedLease] | None = ...,
+        holder_id: _builtins.str = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        handles: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "id", b"id", "key", b"key", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "rank", b"rank", "recipe", b"recipe", "retiring", b"retiring", "segment_bytes", b"segment_bytes", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device", b"device", "handles", b"handles", "holder_id", b"holder_id", "id", b"id", "key", b"key", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "rank", b"rank", "recipe", b"recipe", "retiring", b"retiring", "segment_bytes", b"segment_bytes", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

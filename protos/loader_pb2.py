@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from preload.protos import weight_cache_pb2 as preload_dot_protos_dot_weight__cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpreload/protos/loader.proto\x12\x11preload.loader.v1\x1a!preload/protos/weight_cache.proto\"\xa6\x02\n\x03Job\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.preload.loader.v1.Mode\x12\x17\n\x0f\x63heckpoint_path\x18\x02 \x01(\t\x12/\n\x06recipe\x18\x03 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x04 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x15\n\rspawned_at_ns\x18\x05 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x06 \x01(\r\x12\x18\n\x10kernel_cache_dir\x18\x07 \x01(\t\x12\x10\n\x08outlines\x18\x08 \x03(\x0c\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x19\n\x11granularity_bytes\x18\n \x01(\x04\"\xc1\x02\n\x06Update\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x17.preload.loader.v1.PlanH\x00\x12\x35\n\x08progress\x18\x02 \x01(\x0b\x32!.preload.weight_cache.v1.ProgressH\x00\x12\x31\n\tcommitted\x18\x03 \x01(\x0b\x32\x1c.preload.loader.v1.CommittedH\x00\x12/\n\x08\x64igested\x18\x04 \x01(\x0b\x32\x1b.preload.loader.v1.DigestedH\x00\x12\x33\n\x08verified\x18\x05 \x01(\x0b\x32\x1f.preload.loader.v1.VerifyResultH\x00\x12\x34\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\".preload.weight_cache.v1.ErrorInfoH\x00\x42\x08\n\x06update\"\x1d\n\x04Plan\x12\x15\n\rsegment_bytes\x18\x01 \x03(\x04\"\x18\n\x05Grant\x12\x0f\n\x07granted\x18\x01 \x01(\x08\";\n\tCommitted\x12.\n\x06phases\x18\x01 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\">\n\x08Receipts\x12\x32\n\x08receipts\x18\x01 \x03(\x0b\x32 .preload.weight_cache.v1.Receipt\"O\n\x08\x44igested\x12\x19\n\x11\x63heckpoint_digest\x18\x01 \x01(\t\x12\x17\n\x0fresolved_recipe\x18\x02 \x01(\t\x12\x0f\n\x07matches\x18\x03 \x01(\x08\"I\n\x0cVerifyResult\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\tcorrupted\x18\x03 \x03(\t*7\n\x04Mode\x12\r\n\tMODE_LOAD\x10\x00\x12\x0f\n\x0bMODE_DIGEST\x10\x01\x12\x0f\n\x0bMODE_VERIFY\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpreload/protos/loader.proto\x12\x11preload.loader.v1\x1a!preload/protos/weight_cache.proto\"\xb7\x02\n\x03Job\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.preload.loader.v1.Mode\x12\x17\n\x0f\x63heckpoint_path\x18\x02 \x01(\t\x12/\n\x06recipe\x18\x03 \x01(\x0b\x32\x1f.preload.weight_cache.v1.Recipe\x12+\n\x04rank\x18\x04 \x01(\x0b\x32\x1d.preload.weight_cache.v1.Rank\x12\x15\n\rspawned_at_ns\x18\x05 \x01(\x04\x12\x13\n\x0bnum_threads\x18\x06 \x01(\r\x12\x18\n\x10kernel_cache_dir\x18\x07 \x01(\t\x12\x10\n\x08outlines\x18\x08 \x03(\x0c\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x19\n\x11granularity_bytes\x18\n \x01(\x04\x12\x0f\n\x07handles\x18\x0b \x03(\x0c\"\xc1\x02\n\x06Update\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x17.preload.loader.v1.PlanH\x00\x12\x35\n\x08progress\x18\x02 \x01(\x0b\x32!.preload.weight_cache.v1.ProgressH\x00\x12\x31\n\tcommitted\x18\x03 \x01(\x0b\x32\x1c.preload.loader.v1.CommittedH\x00\x12/\n\x08\x64igested\x18\x04 \x01(\x0b\x32\x1b.preload.loader.v1.DigestedH\x00\x12\x33\n\x08verified\x18\x05 \x01(\x0b\x32\x1f.preload.loader.v1.VerifyResultH\x00\x12\x34\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\".preload.weight_cache.v1.ErrorInfoH\x00\x42\x08\n\x06update\"\x1d\n\x04Plan\x12\x15\n\rsegment_bytes\x18\x01 \x03(\x04\")\n\x05Grant\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x0f\n\x07handles\x18\x02 \x03(\x0c\";\n\tCommitted\x12.\n\x06phases\x18\x01 \x03(\x0b\x32\x1e.preload.weight_cache.v1.Phase\">\n\x08Receipts\x12\x32\n\x08receipts\x18\x01 \x03(\x0b\x32 .preload.weight_cache.v1.Receipt\"O\n\x08\x44igested\x12\x19\n\x11\x63heckpoint_digest\x18\x01 \x01(\t\x12\x17\n\x0fresolved_recipe\x18\x02 \x01(\t\x12\x0f\n\x07matches\x18\x03 \x01(\x08\"I\n\x0cVerifyResult\x12\x13\n\x0bnum_tensors\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x11\n\tcorrupted\x18\x03 \x03(\t*7\n\x04Mode\x12\r\n\tMODE_LOAD\x10\x00\x12\x0f\n\x0bMODE_DIGEST\x10\x01\x12\x0f\n\x0bMODE_VERIFY\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'preload.protos.loader_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODE']._serialized_start=1044
-  _globals['_MODE']._serialized_end=1099
+  _globals['_MODE']._serialized_start=1078
+  _globals['_MODE']._serialized_end=1133
   _globals['_JOB']._serialized_start=86
-  _globals['_JOB']._serialized_end=380
-  _globals['_UPDATE']._serialized_start=383
-  _globals['_UPDATE']._serialized_end=704
-  _globals['_PLAN']._serialized_start=706
-  _globals['_PLAN']._serialized_end=735
-  _globals['_GRANT']._serialized_start=737
-  _globals['_GRANT']._serialized_end=761
-  _globals['_COMMITTED']._serialized_start=763
-  _globals['_COMMITTED']._serialized_end=822
-  _globals['_RECEIPTS']._serialized_start=824
-  _globals['_RECEIPTS']._serialized_end=886
-  _globals['_DIGESTED']._serialized_start=888
-  _globals['_DIGESTED']._serialized_end=967
-  _globals['_VERIFYRESULT']._serialized_start=969
-  _globals['_VERIFYRESULT']._serialized_end=1042
+  _globals['_JOB']._serialized_end=397
+  _globals['_UPDATE']._serialized_start=400
+  _globals['_UPDATE']._serialized_end=721
+  _globals['_PLAN']._serialized_start=723
+  _globals['_PLAN']._serialized_end=752
+  _globals['_GRANT']._serialized_start=754
+  _globals['_GRANT']._serialized_end=795
+  _globals['_COMMITTED']._serialized_start=797
+  _globals['_COMMITTED']._serialized_end=856
+  _globals['_RECEIPTS']._serialized_start=858
+  _globals['_RECEIPTS']._serialized_end=920
+  _globals['_DIGESTED']._serialized_start=922
+  _globals['_DIGESTED']._serialized_end=1001
+  _globals['_VERIFYRESULT']._serialized_start=1003
+  _globals['_VERIFYRESULT']._serialized_end=1076
 # @@protoc_insertion_point(module_scope)

@@ -58,6 +58,7 @@ class Job(_message.Message):
     OUTLINES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     GRANULARITY_BYTES_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     mode: Global___Mode.ValueType
     checkpoint_path: _builtins.str
     spawned_at_ns: _builtins.int
@@ -77,6 +78,10 @@ class Job(_message.Message):
     def outlines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Digest only: outlines of what is resident. Files of another outline are not hashed. Empty: hash in any case."""
 
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """verify only: IPC handles of the segments, in place of their descriptors"""
+
     def __init__(
         self,
         *,
@@ -90,10 +95,11 @@ class Job(_message.Message):
         outlines: _abc.Iterable[_builtins.bytes] | None = ...,
         device: _builtins.str = ...,
         granularity_bytes: _builtins.int = ...,
+        handles: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "device", b"device", "granularity_bytes", b"granularity_bytes", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "outlines", b"outlines", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_path", b"checkpoint_path", "device", b"device", "granularity_bytes", b"granularity_bytes", "handles", b"handles", "kernel_cache_dir", b"kernel_cache_dir", "mode", b"mode", "num_threads", b"num_threads", "outlines", b"outlines", "rank", b"rank", "recipe", b"recipe", "spawned_at_ns", b"spawned_at_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,7 +149,9 @@ Global___Update: _TypeAlias = Update  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
-    """Sizes of the segments the loader needs. The daemon answers Grant with one fd per segment, or kills it."""
+    """Sizes of the segments the loader needs. The daemon answers Grant with one fd or one handle per
+    segment, or kills it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -168,16 +176,22 @@ class Grant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GRANTED_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     granted: _builtins.bool
     """always true: an empty packet would read as the end of the socket"""
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """IPC handles, in place of descriptors, to be opened and written through"""
+
     def __init__(
         self,
         *,
         granted: _builtins.bool = ...,
+        handles: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "handles", b"handles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

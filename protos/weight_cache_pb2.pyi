@@ -531,6 +531,7 @@ class AttachEvent(_message.Message):
     RETIRING_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached: ...
     @_builtins.property
@@ -539,6 +540,8 @@ class AttachEvent(_message.Message):
     def superseded(self) -> Global___Superseded: ...
     @_builtins.property
     def draining(self) -> Global___Draining: ...
+    @_builtins.property
+    def failed(self) -> Global___Failed: ...
     def __init__(
         self,
         *,
@@ -546,12 +549,13 @@ class AttachEvent(_message.Message):
         retiring: Global___Retiring | None = ...,
         superseded: Global___Superseded | None = ...,
         draining: Global___Draining | None = ...,
+        failed: Global___Failed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "draining", b"draining", "event", b"event", "retiring", b"retiring", "superseded", b"superseded"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "draining", b"draining", "event", b"event", "failed", b"failed", "retiring", b"retiring", "superseded", b"superseded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "draining", b"draining", "event", b"event", "retiring", b"retiring", "superseded", b"superseded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "draining", b"draining", "event", b"event", "failed", b"failed", "retiring", b"retiring", "superseded", b"superseded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attached", "retiring", "superseded", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attached", "retiring", "superseded", "draining", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -657,6 +661,28 @@ class Draining(_message.Message):
 Global___Draining: _TypeAlias = Draining  # noqa: Y015
 
 @_typing.final
+class Failed(_message.Message):
+    """The generation is FAILED: its bytes are wrong or gone, and mappings of it must not be used any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___ErrorInfo: ...
+    def __init__(
+        self,
+        *,
+        error: Global___ErrorInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Failed: _TypeAlias = Failed  # noqa: Y015
+
+@_typing.final
 class Segment(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -664,12 +690,19 @@ class Segment(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     size_bytes: _builtins.int
     backend: _builtins.str
-    """"host": a sealed memfd; "cuda_vmm": memory of a GPU, to be imported and mapped read-only"""
+    """"host": a sealed memfd; "cuda_vmm": memory of a GPU, to be imported and mapped read-only; "cuda_ipc": memory of a
+    holder process, to be opened by its handle: there is no descriptor, and it is gone when the holder is.
+    """
     device: _builtins.str
     """"host", or the UUID of the GPU as in Selector; its size is a multiple of the granularity"""
+    handle: _builtins.bytes
+    """64 bytes. cuda_ipc: the IPC handle. cuda_vmm: the fabric handle, for who cannot reach the hand-over socket; empty
+    if the device has none.
+    """
     def __init__(
         self,
         *,
@@ -677,10 +710,11 @@ class Segment(_message.Message):
         size_bytes: _builtins.int = ...,
         backend: _builtins.str = ...,
         device: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "device", b"device", "index", b"index", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "device", b"device", "handle", b"handle", "index", b"index", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -861,6 +895,7 @@ class Generation(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     SERIAL_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """empty until committed"""
     state: Global___GenerationState.ValueType
@@ -875,6 +910,8 @@ class Generation(_message.Message):
     """unique in this daemon's life, also for generations without an id"""
     age_ms: _builtins.int
     """in its state, as far back as this daemon's life"""
+    backend: _builtins.str
+    """of its segments, as in Segment; empty if it has none"""
     @_builtins.property
     def failure(self) -> Global___ErrorInfo:
         """set when FAILED"""
@@ -914,10 +951,11 @@ class Generation(_message.Message):
         leases: _abc.Iterable[Global___Lease] | None = ...,
         serial: _builtins.int = ...,
         age_ms: _builtins.int = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "progress", b"progress", "rank", b"rank", "recipe", b"recipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "checkpoint_digest", b"checkpoint_digest", "checkpoint_paths", b"checkpoint_paths", "device", b"device", "failure", b"failure", "id", b"id", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "num_segments", b"num_segments", "num_tensors", b"num_tensors", "progress", b"progress", "rank", b"rank", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "resolved_recipe", b"resolved_recipe", "serial", b"serial", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "backend", b"backend", "checkpoint_digest", b"checkpoint_digest", "checkpoint_paths", b"checkpoint_paths", "device", b"device", "failure", b"failure", "id", b"id", "leases", b"leases", "load_phases", b"load_phases", "num_attaches", b"num_attaches", "num_segments", b"num_segments", "num_tensors", b"num_tensors", "progress", b"progress", "rank", b"rank", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "resolved_recipe", b"resolved_recipe", "serial", b"serial", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -971,11 +1009,14 @@ class Device(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    HOLDER_PID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     capacity_bytes: _builtins.int
     resident_bytes: _builtins.int
     reserved_bytes: _builtins.int
     """promised to loads under way"""
+    holder_pid: _builtins.int
+    """of the process behind "cuda_ipc" segments; 0: none"""
     def __init__(
         self,
         *,
@@ -983,10 +1024,11 @@ class Device(_message.Message):
         capacity_bytes: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         reserved_bytes: _builtins.int = ...,
+        holder_pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "name", b"name", "reserved_bytes", b"reserved_bytes", "resident_bytes", b"resident_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "holder_pid", b"holder_pid", "name", b"name", "reserved_bytes", b"reserved_bytes", "resident_bytes", b"resident_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1019,12 +1061,17 @@ class ListResponse(_message.Message):
     UPTIME_MS_FIELD_NUMBER: _builtins.int
     MISSING_MODELS_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    IPC_NAMESPACE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     pid: _builtins.int
     version: _builtins.str
     uptime_ms: _builtins.int
     http_address: _builtins.str
     """host:port of /health, /ready and /metrics"""
+    pid_namespace: _builtins.int
+    """inode numbers of the daemon's namespaces, which holders share"""
+    ipc_namespace: _builtins.int
     @_builtins.property
     def generations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Generation]: ...
     @_builtins.property
@@ -1044,10 +1091,12 @@ class ListResponse(_message.Message):
         uptime_ms: _builtins.int = ...,
         missing_models: _abc.Iterable[_builtins.str] | None = ...,
         http_address: _builtins.str = ...,
+        pid_namespace: _builtins.int = ...,
+        ipc_namespace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "epoch", b"epoch", "generations", b"generations", "http_address", b"http_address", "missing_models", b"missing_models", "pid", b"pid", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "epoch", b"epoch", "generations", b"generations", "http_address", b"http_address", "ipc_namespace", b"ipc_namespace", "missing_models", b"missing_models", "pid", b"pid", "pid_namespace", b"pid_namespace", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,22 +5,25 @@ creates no context and maps nothing: the functions in `_CALLS` are all that it u
 a memfd, the memory lives as long as anybody holds its descriptor or maps it. Unlike a memfd, it cannot be sealed:
 who has the descriptor could map it writable. Our client maps it read-only.
 
-cuda-bindings and with it libcuda are loaded when a device is asked for, not before.
+Where the device has fabric handles, each segment gets one as well: 64 bytes that an importer without the hand-over
+socket uses in place of the descriptor. They keep nothing alive.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import suppress
 from typing import Any
 
 from preload.daemon.errors import CacheError, DeviceError, NoMemoryError
 
 from .closer import close_later
+from .driver import DeviceInfo, Driver, no_room
+
+log = logging.getLogger(__name__)
 
 _CALLS = (
     "cuInit",
@@ -34,26 +37,23 @@ _CALLS = (
     "cuMemExportToShareableHandle",
     "cuMemRelease",
 )
-_HOST_STILL_WORKS = "host memory does without"
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
-    """A GPU as the driver describes it. `name` is "cuda:GPU-" and its UUID."""
-
-    name: str
-    total_bytes: int
-    granularity_bytes: int
+_HANDLE_TYPES_OFFSET = 4
+"""Of requestedHandleTypes in CUmemAllocationProp."""
 
 
 class CudaVmmSegment:
-    """Owns one descriptor of GPU memory. `size_bytes` is a multiple of the device's granularity."""
+    """Owns one descriptor of GPU memory. `size_bytes` is a multiple of the device's granularity; `handle` is its
+    fabric handle, if it has one."""
 
     backend = "cuda_vmm"
+    dies_with_us = False
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, handle: bytes = b"") -> None:
         self.fd = fd
         self.size_bytes = size_bytes
+        self.handle = handle
 
     def seal(self) -> None:
         """The driver has no seals: the loader's mapping, the only writable one, has ended with the loader."""
@@ -65,60 +65,44 @@ class CudaVmmSegment:
             self.fd = -1
 
 
-class CudaDriver:
-    """The driver as far as the daemon uses it. Blocking, and usable from any thread."""
+class CudaVmm:
+    """Virtual memory management, as far as the daemon uses it. Blocking, and usable from any thread."""
 
     def __init__(self) -> None:
+        self._driver = Driver(_CALLS)
         self._lock = threading.Lock()
         self._handles: list[Any] = []
-
-    @cached_property
-    def _api(self) -> Any:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise DeviceError(
-                "no GPU can be used: the package cuda-bindings is not installed beside the daemon (pip install "
-                f"'preload-llm[cuda]'); {_HOST_STILL_WORKS}"
-            ) from error
-        return driver
-
-    @cached_property
-    def _ordinals(self) -> dict[str, Any]:
-        """Devices that the driver shows to this process, by name."""
-        self._call("cuInit", 0)
-        found = {}
-        for ordinal in range(self._call("cuDeviceGetCount")):
-            device = self._call("cuDeviceGet", ordinal)
-            found[device_name(bytes(self._call("cuDeviceGetUuid", device).bytes))] = device
-        return found
+        self._without_fabric: set[str] = set()
 
     def describe(self, name: str) -> DeviceInfo:
         """Raises DeviceError if there is no driver, no such device, or one that cannot share its memory."""
         with self._lock:
-            device = self._find(name)
-            attributes = self._api.CUdevice_attribute
+            device = self._driver.find(name)
+            attributes = self._driver.api.CUdevice_attribute
             for attribute, what in (
                 (attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "no virtual memory management"),
                 (attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "no file descriptors"),
             ):
-                if not self._call("cuDeviceGetAttribute", attribute, device):
-                    raise DeviceError(f"{name}: its driver offers {what} for device memory", {"device": name})
+                if not self._driver.call("cuDeviceGetAttribute", attribute, device):
+                    raise DeviceError(
+                        f"{name}: its driver offers {what} for device memory; --device-memory cuda_ipc does without",
+                        {"device": name},
+                    )
+            properties = self._properties(device, has_fabric=False)
             return DeviceInfo(
                 name,
-                int(self._call("cuDeviceTotalMem", device)),
-                int(self._call("cuMemGetAllocationGranularity", self._properties(device), self._minimum)),
+                int(self._driver.call("cuDeviceTotalMem", device)),
+                int(self._driver.call("cuMemGetAllocationGranularity", properties, self._minimum)),
             )
 
     def allocate(self, name: str, size_bytes: int) -> CudaVmmSegment:
         """Memory of a device behind a descriptor. Raises NoMemoryError, DeviceError."""
         with self._lock:
-            device = self._find(name)
+            device = self._driver.find(name)
             self._release_handles()  # those that the driver did not take back before
-            with self._names_device(name, size_bytes):
-                self._handles.append(self._call("cuMemCreate", size_bytes, self._properties(device), 0))
+            fabric = self._create(name, device, size_bytes)
             try:
-                fd = int(self._call("cuMemExportToShareableHandle", self._handles[-1], self._fd_type, 0))
+                fd = int(self._export(self._fd_type))
             except CacheError:
                 with suppress(CacheError):  # the first error is the one to hear of
                     self._release_handles()
@@ -126,86 +110,70 @@ class CudaDriver:
             segment = CudaVmmSegment(fd, size_bytes)
             os.set_inheritable(fd, False)
             try:
+                if fabric:
+                    segment.handle = bytes(self._export(self._fabric_type).data)
                 self._release_handles()
             except CacheError:
                 segment.close()
+                with suppress(CacheError):
+                    self._release_handles()
                 raise
             return segment
+
+    def _create(self, name: str, device: Any, size_bytes: int) -> bool:
+        """Allocates, and says whether the memory has a fabric handle as well."""
+        has_fabric = name not in self._without_fabric and self._can_fabric(device)
+        properties = self._properties(device, has_fabric)
+        try:
+            self._handles.append(self._driver.call("cuMemCreate", size_bytes, properties, 0))
+        except NoMemoryError as error:
+            raise no_room(name, size_bytes, error) from error
+        except DeviceError as error:
+            # The device could, but nobody set up its fabric (IMEX channels): descriptors are enough for this host.
+            if not has_fabric or not _is_refusal(error):
+                raise
+            log.warning("%s has no fabric handles here: %s", name, error.message)
+            self._without_fabric.add(name)
+            return self._create(name, device, size_bytes)
+        return has_fabric
+
+    def _can_fabric(self, device: Any) -> bool:
+        attribute = self._driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+        return bool(self._driver.call("cuDeviceGetAttribute", attribute, device))
+
+    def _export(self, kind: Any) -> Any:
+        return self._driver.call("cuMemExportToShareableHandle", self._handles[-1], kind, 0)
 
     def _release_handles(self) -> None:
         """Descriptors are all that keeps memory. A handle whose release fails is tried again with the next one."""
         while self._handles:
-            self._call("cuMemRelease", self._handles[-1])
+            self._driver.call("cuMemRelease", self._handles[-1])
             self._handles.pop()
-
-    def _find(self, name: str) -> Any:
-        device = self._ordinals.get(name)
-        if device is None:
-            known = ", ".join(self._ordinals) or "none"
-            raise DeviceError(
-                f"the daemon's driver shows no device {name}; it shows {known} (CUDA_VISIBLE_DEVICES of the daemon "
-                "limits that)",
-                {"device": name},
-            )
-        return device
 
     @property
     def _minimum(self) -> Any:
-        return self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
 
     @property
     def _fd_type(self) -> Any:
-        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-    def _properties(self, device: Any) -> Any:
-        properties = self._api.CUmemAllocationProp()
-        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    @property
+    def _fabric_type(self) -> Any:
+        return self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+
+    def _properties(self, device: Any, has_fabric: bool) -> Any:
+        api = self._driver.api
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.requestedHandleTypes = self._fd_type
-        properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(device)
+        if has_fabric:  # a set of flags, for which cuda-bindings has no value
+            field = ctypes.c_int.from_address(properties.getPtr() + _HANDLE_TYPES_OFFSET)
+            field.value = int(self._fd_type) | int(self._fabric_type)
         return properties
 
-    @contextmanager
-    def _names_device(self, name: str, size_bytes: int) -> Iterator[None]:
-        try:
-            yield
-        except NoMemoryError as error:
-            fields = {"device": name, "needed_bytes": str(size_bytes)}
-            raise NoMemoryError(
-                f"{name}: a segment of {size_bytes:,} bytes does not fit into what others leave of the device "
-                f"({error.message})",
-                fields,
-            ) from error
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """The value of a driver call. Raises NoMemoryError, DeviceError."""
-        assert name in _CALLS
-        try:
-            status, *values = getattr(self._api, name)(*arguments)
-        except RuntimeError as error:  # how cuda-bindings says that there is no library, or no such function in it
-            raise DeviceError(
-                f"no GPU can be used: {name} is not there, because no NVIDIA driver (libcuda.so.1) is installed, or "
-                f"an old one; {_HOST_STILL_WORKS} ({_first_line(error)})"
-            ) from error
-        if int(status) != 0:
-            raise self._refused(name, status)
-        return values[0] if values else None
-
-    def _refused(self, name: str, status: Any) -> CacheError:
-        results = self._api.CUresult
-        known = results(int(status)).name if int(status) in set(results) else f"error {int(status)}"
-        if status == results.CUDA_ERROR_OUT_OF_MEMORY:
-            return NoMemoryError(f"{name}: {known}")
-        if status == results.CUDA_ERROR_NO_DEVICE:
-            return DeviceError(f"no GPU can be used: the driver shows none to the daemon ({known})")
-        return DeviceError(f"{name} failed with {known}; a restart of the daemon asks the driver afresh")
-
-
-def device_name(uuid: bytes) -> str:
-    """What a device is called everywhere: its UUID, of 16 bytes, as nvidia-smi writes it."""
-    text = uuid.hex()
-    return "cuda:GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _is_refusal(error: DeviceError) -> bool:
+    return any(name in error.message for name in ("NOT_PERMITTED", "NOT_SUPPORTED"))

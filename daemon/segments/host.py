@@ -32,6 +32,8 @@ class HostSegment:
     """Owns one memfd. `size_bytes` is a multiple of the page size."""
 
     backend = "host"
+    handle = b""
+    dies_with_us = False
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.fd = fd

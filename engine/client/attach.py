@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from preload.engine.cuda.devices import HOST, resolve_device
-from preload.engine.errors import BadTicketError
+from preload.engine.cuda.mapping import CUDA_IPC
+from preload.engine.cuda.views import DeviceSegments
+from preload.engine.errors import BadTicketError, DaemonUnreachableError
 from preload.engine.places import default_runtime_dir
 from preload.engine.recipe import Recipe
 from preload.engine.timeline import Phase, Timeline, now_ns
@@ -24,7 +26,7 @@ from preload.protos import weight_cache_pb2 as pb
 from .binding import bind
 from .control import make_selector
 from .lease import Lease
-from .mapping import Mapped, fetch_descriptors, map_segments, sizes_of
+from .mapping import Mapped, fetch_descriptors, map_by_handles, map_segments, sizes_of
 
 
 @dataclass(eq=False)
@@ -32,7 +34,8 @@ class Attachment:
     """Resident weights mapped into this process, and the lease on them.
 
     `tensors` is what `attach` was asked for: torch tensors, numpy arrays, memoryviews, or arrays of device memory.
-    They stay valid as long as they are referenced, also after `close`, which gives back the lease only."""
+    They stay valid as long as they are referenced, also after `close`, which gives back the lease only. Memory behind
+    an IPC handle is its holder's to free: there the lease goes on until nothing refers to a tensor any more."""
 
     lease: Lease
     manifest: pb.Manifest
@@ -66,7 +69,10 @@ class Attachment:
         return value
 
     def close(self) -> None:
-        self.lease.close()
+        if isinstance(self._segments, DeviceSegments) and self._segments.backend == CUDA_IPC:
+            self._segments.when_unmapped(self.lease.close)
+        else:
+            self.lease.close()
 
     def __enter__(self) -> Attachment:
         return self
@@ -124,10 +130,7 @@ def _attach(
     try:
         attached = lease.attached
         with timeline.phase("map"):
-            # By its name in our runtime folder: in another container the folder may have another path.
-            handover_socket = str(Path(runtime_dir).absolute() / Path(attached.handover_socket).name)
-            fds = fetch_descriptors(handover_socket, attached.ticket, timeout_s)
-            segments = map_segments(fds, attached.segments)
+            segments = _map(runtime_dir, attached, timeout_s)
         with timeline.phase("bind"):
             manifest = pb.Manifest.FromString(attached.manifest)
             bound = bind(manifest, segments, tensors)
@@ -135,3 +138,19 @@ def _attach(
         lease.close()
         raise
     return Attachment(lease, manifest, bound, timeline.phases, segments)
+
+
+def _map(runtime_dir: str, attached: pb.Attached, timeout_s: float) -> Mapped:
+    """By the handles in the answer if there are no descriptors, or if they cannot be fetched and a fabric goes
+    without; otherwise by the hand-over."""
+    if attached.segments and attached.segments[0].backend == CUDA_IPC:
+        return map_by_handles(attached.segments)
+    # By its name in our runtime folder: in another container the folder may have another path.
+    handover_socket = str(Path(runtime_dir).absolute() / Path(attached.handover_socket).name)
+    try:
+        fds = fetch_descriptors(handover_socket, attached.ticket, timeout_s)
+    except DaemonUnreachableError:
+        if attached.segments and all(segment.handle for segment in attached.segments):
+            return map_by_handles(attached.segments)
+        raise
+    return map_segments(fds, attached.segments)

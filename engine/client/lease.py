@@ -33,8 +33,9 @@ _RECLAIM_ANSWER_S = 30.0
 @dataclass(frozen=True)
 class LeaseEvent:
     """`kind` is "retiring", "superseded", "draining", "lost" (no daemon), "reclaimed", or "refused" (the daemon is
-    back and does not have the generation; `detail` says why, and the lease goes on asking). `detail` of "superseded"
-    is the successor's id, of "reclaimed" the daemon's epoch."""
+    back and does not have the generation; `detail` says why, and the lease goes on asking), "failed" (the memory is
+    gone, as `detail` says: no tensor may be used any more). `detail` of "superseded" is the successor's id, of
+    "reclaimed" the daemon's epoch."""
 
     kind: str
     detail: str = ""
@@ -115,7 +116,8 @@ class Lease:
         if not self._closed.is_set():
             self._closed.set()
             self._stream.close()
-            self._reader.join()
+            if threading.current_thread() is not self._reader:  # the last tensor may go in any thread
+                self._reader.join()
             self._events.put(None)
 
     def _report(self) -> pb.AttachRequest:
@@ -202,7 +204,8 @@ def _to_event(message: pb.AttachEvent) -> LeaseEvent:
     kind = message.WhichOneof("event")
     if kind is None:
         raise DaemonError("the daemon sent an event of an unknown kind")
-    return LeaseEvent(kind, message.superseded.generation_id if kind == "superseded" else "")
+    details = {"superseded": message.superseded.generation_id, "failed": message.failed.error.message}
+    return LeaseEvent(kind, details.get(kind, ""))
 
 
 def _code(error: Any) -> grpc.StatusCode:

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from preload.engine.cuda.mapping import CUDA_VMM, Shared
 from preload.engine.cuda.views import DeviceSegments
 from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, NotAllowedError, from_proto
 from preload.protos import weight_cache_pb2 as pb
@@ -51,6 +52,14 @@ def sizes_of(segments: Mapped) -> list[int]:
     return [len(segment) for segment in segments] if isinstance(segments, list) else segments.sizes
 
 
+def map_by_handles(segments: Sequence[pb.Segment]) -> Mapped:
+    """Segments of a device by the handles that came with the daemon's answer: no descriptor is needed.
+
+    Raises DeviceError, NoMemoryError."""
+    sizes, handles = [segment.size_bytes for segment in segments], [segment.handle for segment in segments]
+    return DeviceSegments(segments[0].device, Shared(sizes, handles=handles, backend=segments[0].backend))
+
+
 def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> Mapped:
     """One read-only shared mapping per segment; takes the descriptors over and closes them.
 
@@ -59,8 +68,8 @@ def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> Mapped:
     try:
         if len(fds) != len(segments):
             raise ManifestError(f"{len(fds)} descriptors for {len(segments)} segments")
-        if segments and segments[0].backend == "cuda_vmm":
-            return DeviceSegments(segments[0].device, fds, [segment.size_bytes for segment in segments])
+        if segments and segments[0].backend == CUDA_VMM:
+            return DeviceSegments(segments[0].device, Shared([segment.size_bytes for segment in segments], fds))
         for fd, segment in zip(fds, segments, strict=True):
             size = os.fstat(fd).st_size
             if segment.backend != "host" or size != segment.size_bytes:

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from preload.engine.cuda.mapping import CUDA_IPC, CUDA_VMM, Shared
 from preload.engine.errors import PreloadError, RequestError
 from preload.protos import loader_pb2, weight_cache_pb2
 
@@ -36,18 +37,18 @@ class Control:
         data, fds = self._receive()
         return loader_pb2.Job.FromString(data), fds
 
-    def receive_grant(self, segment_bytes: Sequence[int], *, is_host: bool = True) -> list[int]:
-        """One descriptor per segment. Raises RequestError if they are not what was planned.
+    def receive_grant(self, segment_bytes: Sequence[int], *, is_host: bool = True) -> Shared:
+        """One descriptor per segment, or one IPC handle. Raises RequestError if they are not what was planned.
 
         A descriptor of device memory tells no size: one that is too small cannot be mapped."""
         data, fds = self._receive()
-        loader_pb2.Grant.FromString(data)
+        handles = list(loader_pb2.Grant.FromString(data).handles)
         sizes = [os.fstat(fd).st_size for fd in fds]
         if not is_host:
-            sizes = list(segment_bytes[: len(fds)])
+            sizes = list(segment_bytes[: len(fds) + len(handles)])
         if sizes != list(segment_bytes):
             raise RequestError(f"the daemon granted segments of {sizes} bytes; {list(segment_bytes)} were planned")
-        return fds
+        return Shared(sizes, fds, handles, CUDA_IPC if handles else CUDA_VMM)
 
     def send(self, update: loader_pb2.Update, fds: Sequence[int] = ()) -> None:
         """One packet. Raises DaemonGoneError."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from preload.engine.cuda.context import DeviceContext
 from preload.engine.cuda.devices import HOST
-from preload.engine.cuda.mapping import DeviceMapping
+from preload.engine.cuda.mapping import DeviceMapping, Shared
 
 STAGING_BYTES = 1 << 20
 """Of each of a thread's two pinned buffers: one is filled while the other is on its way to the device."""
@@ -24,7 +24,7 @@ STAGING_BYTES = 1 << 20
 class Destination(Protocol):
     """Use it as a context manager; `open` comes before the first `write`."""
 
-    def open(self, fds: Sequence[int], sizes: Sequence[int]) -> None:
+    def open(self, granted: Shared) -> None:
         """Takes the granted segments. Raises DeviceError, NoMemoryError."""
 
     def write(self, segment: int, offset: int, data: memoryview) -> None:
@@ -56,8 +56,8 @@ class HostDestination:
     def __init__(self) -> None:
         self._fds: Sequence[int] = ()
 
-    def open(self, fds: Sequence[int], sizes: Sequence[int]) -> None:
-        self._fds = fds
+    def open(self, granted: Shared) -> None:
+        self._fds = granted.fds
 
     def write(self, segment: int, offset: int, data: memoryview) -> None:
         done = 0
@@ -149,8 +149,8 @@ class DeviceDestination:
         self._lanes: list[_Lane] = []
         self._lock = threading.Lock()
 
-    def open(self, fds: Sequence[int], sizes: Sequence[int]) -> None:
-        self._mapping = DeviceMapping(self._context, fds, sizes, writable=True)
+    def open(self, granted: Shared) -> None:
+        self._mapping = DeviceMapping(self._context, granted, writable=True)
 
     def write(self, segment: int, offset: int, data: memoryview) -> None:
         import numpy as np

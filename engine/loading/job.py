@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from preload.engine.cuda.devices import HOST
+from preload.engine.cuda.mapping import CUDA_IPC, CUDA_VMM, Shared
 from preload.engine.errors import PreloadError, RequestError
 from preload.engine.kernels.native.build import Compilation, KernelsUnavailableError, start_build
 from preload.engine.recipe import Recipe
@@ -62,7 +63,7 @@ def _run(
 ) -> None:
     num_threads = job.num_threads or os.cpu_count() or 1
     if job.mode == loader_pb2.MODE_VERIFY:
-        _verify(fds, job.device, num_threads, control)
+        _verify(fds, list(job.handles), job.device, num_threads, control)
         return
     _check_rank(job.rank)
     with timeline.phase("open"):
@@ -103,8 +104,7 @@ def _fill(
     with destination:
         with timeline.phase("grant"):
             control.send(loader_pb2.Update(plan=loader_pb2.Plan(segment_bytes=plan.segment_bytes)))
-            fds = control.receive_grant(plan.segment_bytes, is_host=is_host)
-            destination.open(fds, plan.segment_bytes)
+            destination.open(control.receive_grant(plan.segment_bytes, is_host=is_host))
         if any(step.converts for step in resolved.steps):
             with timeline.phase("import torch"):
                 from .convert import use_one_thread  # torch
@@ -167,12 +167,13 @@ def _read(
     return filled
 
 
-def _verify(fds: list[int], device: str, num_threads: int, control: Control) -> None:
+def _verify(fds: list[int], handles: list[bytes], device: str, num_threads: int, control: Control) -> None:
     if not fds:
-        raise RequestError("a verify job needs the manifest's descriptor and those of the segments")
+        raise RequestError("a verify job needs the manifest's descriptor, and those of the segments or their handles")
+    manifest = read_manifest(fds[0])
     result = verify(
-        read_manifest(fds[0]),
-        fds[1:],
+        manifest,
+        Shared(list(manifest.segment_bytes), fds[1:], handles, CUDA_IPC if handles else CUDA_VMM),
         device,
         num_threads,
         lambda done_bytes, total_bytes: control.progress("verify", done_bytes, total_bytes),

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from preload.engine.cuda.context import DeviceContext
 from preload.engine.cuda.devices import HOST
-from preload.engine.cuda.mapping import DeviceMapping
+from preload.engine.cuda.mapping import DeviceMapping, Shared
 from preload.engine.errors import RequestError
 from preload.protos import loader_pb2, weight_cache_pb2
 
@@ -36,7 +36,7 @@ Read = Callable[[int, int, int], memoryview]
 
 def verify(
     manifest: weight_cache_pb2.Manifest,
-    fds: Sequence[int],
+    passed: Shared,
     device: str,
     num_threads: int,
     progress: Callable[[int, int], None],
@@ -46,19 +46,19 @@ def verify(
     Raises RequestError if segments and manifest do not belong together, DeviceError if a device cannot be read.
     """
     if device in ("", HOST):
-        sizes = [os.fstat(fd).st_size for fd in fds]
+        sizes = [os.fstat(fd).st_size for fd in passed.fds]
         _require_match(sizes, manifest)
-        views = [memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) for fd, size in zip(fds, sizes, strict=True)]
+        mapped = zip(passed.fds, sizes, strict=True)
+        views = [memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) for fd, size in mapped]
         return _verify(
             manifest,
             lambda segment, offset, num_bytes: views[segment][offset : offset + num_bytes],
             num_threads,
             progress,
         )
-    sizes = list(manifest.segment_bytes)
-    _require_match(sizes[: len(fds)], manifest)
+    _require_match(list(manifest.segment_bytes)[: len(passed.fds) + len(passed.handles)], manifest)
     with DeviceContext(device) as context:
-        mapping = DeviceMapping(context, fds, sizes, writable=False)
+        mapping = DeviceMapping(context, passed, writable=False)
         result = _verify(manifest, _DeviceReader(context, mapping).read, num_threads, progress)
         mapping.close()
     return result

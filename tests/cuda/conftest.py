@@ -81,10 +81,29 @@ def device(machine: Any) -> str:
     return str(machine.device(0))
 
 
+@pytest.fixture(scope="module", params=["cuda_vmm", "cuda_ipc"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """How the daemons of a test share device memory."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def daemon(machine: Any, make_shared_daemon: Callable[..., Any]) -> Any:
+def daemon(machine: Any, backend: str, make_shared_daemon: Callable[..., Any]) -> Any:
     """A daemon on the machine, for all tests of a module."""
-    return make_shared_daemon("--drain-timeout-s", "0.2", "--device-limit", "100%")
+    return make_shared_daemon("--drain-timeout-s", "0.2", "--device-limit", "100%", "--device-memory", backend)
+
+
+@pytest.fixture
+def owner_pid(backend: str, device: str) -> Callable[[Any], int]:
+    """The process that holds a daemon's device memory: itself, or its holder."""
+
+    def find(daemon: Any) -> int:
+        with daemon.control() as control:
+            listed = control.list()
+        holders = {found.name: found.holder_pid for found in listed.devices}
+        return holders[device] if backend == "cuda_ipc" else listed.pid
+
+    return find
 
 
 @pytest.fixture

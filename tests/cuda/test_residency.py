@@ -20,6 +20,11 @@ from preload.protos import weight_cache_pb2 as pb
 FAKES = Path(__file__).parents[1] / "fakes"
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
+HOLDER_CALLS = {
+    "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDeviceTotalMem", "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease", "cuCtxSetCurrent", "cuCtxSynchronize", "cuMemAlloc", "cuMemFree",
+    "cuIpcGetMemHandle",
+}  # fmt: skip
 DAEMON_CALLS = {
     "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDeviceTotalMem", "cuDeviceGetAttribute",
     "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemExportToShareableHandle", "cuMemRelease",
@@ -47,16 +52,22 @@ def test_a_load_fills_device_memory_and_engines_map_it(
     assert machine.used_bytes(0) == GRANULARITY, "two engines map the same memory"
     for holder in (first, second):
         live = machine.process(holder.pid).live
-        assert (live["handles"], live["mappings"], live["contexts"]) == (0, 1, 1)
+        assert (live["handles"], live["mappings"] + live["imports"], live["contexts"]) == (0, 1, 1)
 
 
 def test_the_daemon_makes_no_context_and_maps_nothing(
-    machine: Any, daemon: Any, device: str, raw_checkpoint: Path, load_on: Any
+    machine: Any, daemon: Any, device: str, backend: str, raw_checkpoint: Path, load_on: Any, owner_pid: Any
 ) -> None:
     load_on(daemon, raw_checkpoint, device)
-    process = machine.process(daemon.pid)
-    assert set(process.calls) <= DAEMON_CALLS
-    assert process.num_live == 0, "descriptors are all that it holds"
+    if backend == "cuda_vmm":
+        process = machine.process(daemon.pid)
+        assert set(process.calls) <= DAEMON_CALLS
+        assert process.num_live == 0, "descriptors are all that it holds"
+        return
+    assert daemon.pid not in [process.pid for process in machine.processes()], "it leaves the driver to the holder"
+    holder = machine.process(owner_pid(daemon))
+    assert set(holder.calls) <= HOLDER_CALLS
+    assert {name: count for name, count in holder.live.items() if count} == {"contexts": 1, "allocations": 1}
 
 
 def test_a_loader_leaves_nothing_behind(
@@ -98,13 +109,13 @@ def test_an_attach_elsewhere_is_told_where_the_weights_are(
 
 
 def test_verify_reads_device_memory_back_and_finds_what_was_changed(
-    machine: Any, daemon: Any, device: str, raw_checkpoint: Path, load_on: Any
+    machine: Any, daemon: Any, device: str, raw_checkpoint: Path, load_on: Any, owner_pid: Any
 ) -> None:
     loaded = load_on(daemon, raw_checkpoint, device)
     selector = make_selector(generation_id=loaded.id)
     with daemon.control() as control:
         assert list(control.verify(selector, timeout_s=60))[-1].verified.num_tensors == 3
-        overwrite(machine, daemon.pid)
+        overwrite(machine, owner_pid(daemon))
         with pytest.raises(CorruptedError, match="differ from the manifest in a"):
             list(control.verify(selector, timeout_s=60))
 
@@ -121,13 +132,18 @@ def overwrite(machine: Any, pid: int) -> None:
     raise AssertionError("the daemon holds no device memory")
 
 
-def test_a_stray_write_kills_the_writer_and_not_the_weights(
-    daemon: Any, device: str, raw_checkpoint: Path, load_on: Any, hold: Any, machine: Any
+def test_a_stray_write_kills_the_writer_and_not_the_weights_or_is_found_out(
+    daemon: Any, device: str, backend: str, raw_checkpoint: Path, load_on: Any, hold: Any, machine: Any
 ) -> None:
-    load_on(daemon, raw_checkpoint, device)
+    loaded = load_on(daemon, raw_checkpoint, device)
     options = {"recipe": {"model": "raw"}, "device": device}
     writer = hold(daemon, raw_checkpoint, tensors="torch", **options)
     reader = hold(daemon, raw_checkpoint, **options)
+    if backend == "cuda_ipc":  # the driver maps an IPC handle writable, always
+        assert writer.ask("write a") == "a"
+        with daemon.control() as control, pytest.raises(CorruptedError, match="differ from the manifest in a"):
+            list(control.verify(make_selector(generation_id=loaded.id), timeout_s=60))
+        return
     writer.tell("write a")
     assert writer.process.wait(60) == -signal.SIGSEGV
     assert reader.ask("digest a") == hashlib.sha256(content(raw_checkpoint)).hexdigest()
@@ -200,9 +216,16 @@ def test_eviction_makes_room_on_the_device_that_needs_it(
 
 
 def test_a_killed_loader_returns_the_memory(
-    machine: Any, device: str, make_daemon: Any, gate: Any, raw_checkpoint: Path, wait_for: Any, load_on: Any
+    machine: Any,
+    device: str,
+    backend: str,
+    make_daemon: Any,
+    gate: Any,
+    raw_checkpoint: Path,
+    wait_for: Any,
+    load_on: Any,
 ) -> None:
-    daemon = make_daemon("--drain-timeout-s", "0.2", command=gate.command())
+    daemon = make_daemon("--drain-timeout-s", "0.2", "--device-memory", backend, command=gate.command())
     gate.stop_at(gate.HEADER)
     with daemon.control() as control:
         events = control.load(raw_checkpoint, Recipe(model="raw"), device=device, timeout_s=60)
@@ -219,10 +242,19 @@ def test_a_killed_loader_returns_the_memory(
 
 
 def test_a_daemon_that_is_killed_leaves_device_memory_to_its_next_life(
-    machine: Any, device: str, make_daemon: Any, raw_checkpoint: Path, load_on: Any, hold: Any, wait_for: Any
+    machine: Any,
+    device: str,
+    backend: str,
+    make_daemon: Any,
+    raw_checkpoint: Path,
+    load_on: Any,
+    hold: Any,
+    wait_for: Any,
 ) -> None:
     command = [sys.executable, "-P", "-m", "preload.cli.main", "daemon"]
-    kept = make_daemon(command=[sys.executable, str(FAKES / "run_keeper.py"), json.dumps(command)])
+    kept = make_daemon(
+        "--device-memory", backend, command=[sys.executable, str(FAKES / "run_keeper.py"), json.dumps(command)]
+    )
     wanted = hashlib.sha256(content(raw_checkpoint)).hexdigest()
     loaded = load_on(kept, raw_checkpoint, device)
     holder = hold(kept, raw_checkpoint, recipe={"model": "raw"}, device=device)

@@ -13,6 +13,7 @@ from preload.daemon.catalog_file import CatalogFile
 from preload.daemon.devices import Devices
 from preload.daemon.errors import BadRequestError
 from preload.daemon.generations import Catalog, Generation, Manifest, Phase, Rank, Receipt, Recipe, Source, State
+from preload.daemon.holders import Holders
 from preload.daemon.leases import LeaseBook
 from preload.daemon.notify import Notifier
 from preload.daemon.parking import Parking, Revived
@@ -70,7 +71,7 @@ class Life:
     def __init__(self, keeper: Notifier, fds: dict[str, int] | None = None) -> None:
         self.catalog = Catalog()
         self.leases = LeaseBook(10)
-        self.parking = Parking(keeper, self.catalog, self.leases, Devices("80%", "90%"), 1)
+        self.parking = Parking(keeper, self.catalog, self.leases, Devices("80%", "90%", Holders("/nowhere", True)), 1)
         self.revived: list[Revived] = self.parking.restore(fds or {})
         for revived in self.revived:
             self.catalog.adopt(revived.generation)

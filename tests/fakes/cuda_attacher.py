@@ -2,7 +2,11 @@
 
 attach   attaches, sums up all bytes, lets go; answers with the sum and the number of tensors, or with the error
 keep     attaches and stays so
+view     attaches, gives the lease back and keeps one view; answers with its sum
+look     answers with that view's sum again
+drop     lets go of it
 pid      answers with its own pid
+fds      answers with the number of its descriptors
 """
 
 from __future__ import annotations
@@ -18,11 +22,19 @@ from preload.engine.errors import PreloadError
 from preload.engine.recipe import Recipe
 
 _kept: list[Any] = []
+_views: list[Any] = []
 
 
 def answer(word: str, options: dict[str, Any]) -> dict[str, Any]:
     if word == "pid":
         return {"pid": os.getpid()}
+    if word == "fds":
+        return {"num_fds": len(os.listdir("/proc/self/fd"))}
+    if word == "look":
+        return {"sum": sum(_views[0])}
+    if word == "drop":
+        _views.clear()
+        return {"dropped": True}
     try:
         attachment = attach(tensors="buffers", recipe=Recipe(model="raw"), **options)
     except PreloadError as error:
@@ -32,6 +44,9 @@ def answer(word: str, options: dict[str, Any]) -> dict[str, Any]:
         "num_tensors": len(attachment.tensors),
         "device": attachment.device,
     }
+    if word == "view":
+        _views.append(attachment.tensors["a"])
+        said = {"sum": sum(_views[0])}
     if word == "keep":
         _kept.append(attachment)
     attachment.close()

@@ -2,6 +2,7 @@
 and reads what it counted. One machine is one file, which every process with `env` shares.
 
 python tests/fakes/cuda_machine.py preload bench attach --device cuda:0
+python tests/fakes/cuda_machine.py pytest tests/contract --on cuda_ipc
 
 runs a command on a machine with one emulated GPU of 4 GiB.
 """
@@ -27,11 +28,11 @@ GRANULARITY = 2 << 20
 GIB = 1 << 30
 
 OUT_OF_MEMORY, DEVICE_UNAVAILABLE, INVALID_HANDLE, NOT_SUPPORTED = 2, 46, 400, 801
-HAS_VMM, HAS_FD, IS_MIG, HAS_IPC = 1, 2, 4, 8
+HAS_VMM, HAS_FD, IS_MIG, HAS_IPC, HAS_FABRIC = 1, 2, 4, 8, 16
 
 _MAGIC = 0x46435544
 _DEVICES_AT, _FAULTS_AT, _PROCESSES_AT = 4096, 8192, 16384
-_DEVICE = struct.Struct("<64s16sQ3I156x")
+_DEVICE = struct.Struct("<64s16sQ3I4xQ144x")
 _FAULT = struct.Struct("<48s64sIiII")
 _LIVE = ("handles", "mappings", "reservations", "contexts", "allocations", "imports", "pinned", "streams")
 _MAX_FAULTS, _MAX_PROCESSES, _MAX_CALLS = 32, 1024, 88
@@ -62,6 +63,8 @@ class Gpu:
     uuid: bytes = b""
     flags: int = HAS_VMM | HAS_FD | HAS_IPC
     name: str = "Preload emulated device"
+    context_bytes: int = 0
+    """What a context takes of its memory."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Machine:
         with self.path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         for index, (gpu, uuid) in enumerate(zip(gpus, self.uuids, strict=True)):
-            row = (gpu.name.encode(), uuid, gpu.total_bytes, gpu.flags, 9, 0)
+            row = (gpu.name.encode(), uuid, gpu.total_bytes, gpu.flags, 9, 0, gpu.context_bytes)
             _DEVICE.pack_into(self._map, _DEVICES_AT + index * _DEVICE.size, *row)
         struct.pack_into("<II16s", self._map, 0, _MAGIC, len(gpus), self.id.encode())
         self._names = _call_names()
@@ -148,6 +151,13 @@ class Machine:
     def process(self, pid: int) -> Process:
         return next(process for process in self.processes() if process.pid == pid)
 
+    def take_all_but(self, left_bytes: int, index: int = 0) -> int:
+        """Takes memory of a device, as another program would; it is back when the descriptor is closed."""
+        size = self.gpus[index].total_bytes - self.used_bytes(index) - left_bytes
+        fd = os.memfd_create(f"fakecuda:{self.id}:{index}:{size}")
+        os.ftruncate(fd, size)
+        return fd
+
     def used_bytes(self, index: int = 0) -> int:
         """Memory of a device that any process on this host holds or maps."""
         sizes: dict[int, int] = {}
@@ -182,7 +192,8 @@ def _call_names() -> list[str]:
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cuda-machine-") as folder:
         machine = Machine(Path(folder), [Gpu(4 * GIB)])
-        return subprocess.run(sys.argv[1:], env={**os.environ, **machine.env}).returncode
+        env = {**os.environ, **machine.env, "FAKE_CUDA_DEVICE": machine.device()}
+        return subprocess.run(sys.argv[1:], env=env).returncode
 
 
 if __name__ == "__main__":

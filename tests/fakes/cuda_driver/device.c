@@ -4,9 +4,11 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 struct context {
     int device, num_retained;
+    struct memory memory; /* its own, if contexts take any */
 };
 
 static struct context primary[MAX_DEVICES];
@@ -87,6 +89,8 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 76: *value = (int)row->minor; break;
     case 102: *value = !!(row->flags & HAS_VMM); break;
     case 103: *value = !!(row->flags & HAS_FD); break;
+    case 125: *value = !!(row->flags & HAS_IPC); break;
+    case 128: *value = !!(row->flags & HAS_FABRIC); break;
     default: *value = 0;
     }
     return SUCCESS;
@@ -97,12 +101,16 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     ENTER(cuDevicePrimaryCtxRetain);
     int which = physical(device);
     if (which < 0) return INVALID_DEVICE;
+    CUresult result = SUCCESS;
+    size_t size = state->devices[which].context_bytes;
+    struct context *wanted = &primary[which];
     pthread_mutex_lock(&tables);
-    primary[which].device = which;
-    if (primary[which].num_retained++ == 0) count_live(LIVE_CONTEXTS, 1);
+    wanted->device = which;
+    if (wanted->num_retained == 0 && size) result = take_memory(which, size, &wanted->memory);
+    if (result == SUCCESS && wanted->num_retained++ == 0) count_live(LIVE_CONTEXTS, 1);
     pthread_mutex_unlock(&tables);
-    *context = &primary[which];
-    return SUCCESS;
+    *context = wanted;
+    return result;
 }
 
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
@@ -113,7 +121,11 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
     CUresult result = SUCCESS;
     pthread_mutex_lock(&tables);
     if (primary[which].num_retained == 0) result = INVALID_CONTEXT;
-    else if (--primary[which].num_retained == 0) count_live(LIVE_CONTEXTS, -1);
+    else if (--primary[which].num_retained == 0) {
+        count_live(LIVE_CONTEXTS, -1);
+        if (primary[which].memory.size) close(primary[which].memory.fd);
+        primary[which].memory.size = 0;
+    }
     pthread_mutex_unlock(&tables);
     return result;
 }

@@ -30,7 +30,7 @@ enum {
 #define GRANULARITY ((size_t)2 << 20)
 #define MAGIC 0x46435544
 
-enum { HAS_VMM = 1, HAS_FD = 2, IS_MIG = 4, HAS_IPC = 8 };
+enum { HAS_VMM = 1, HAS_FD = 2, IS_MIG = 4, HAS_IPC = 8, HAS_FABRIC = 16 };
 
 /* What a process has at this moment, as the driver counts it. */
 enum { LIVE_HANDLES, LIVE_MAPPINGS, LIVE_RESERVATIONS, LIVE_CONTEXTS, LIVE_ALLOCATIONS, LIVE_IMPORTS, LIVE_PINNED,
@@ -40,8 +40,9 @@ struct device_row { /* 256 bytes */
     char name[64];
     uint8_t uuid[16];
     uint64_t total_bytes;
-    uint32_t flags, major, minor;
-    uint8_t unused[156];
+    uint32_t flags, major, minor, unused;
+    uint64_t context_bytes; /* what a primary context takes of the device */
+    uint8_t unused2[144];
 };
 
 struct fault_row { /* 128 bytes */
@@ -86,6 +87,7 @@ CUresult fake_enter(int call);
 void count_live(int what, int change);
 CUresult take_memory(int device, size_t size, struct memory *out);
 CUresult open_memory(int fd, struct memory *out);
+CUresult find_memory(uint64_t inode, struct memory *out);
 size_t used_bytes(int device);
 uint64_t start_time_of(int pid);
 int physical(CUdevice visible);

@@ -85,6 +85,16 @@ static int matches_uuid(const struct device_row *device, const char *text)
     return strlen(text) > 4 && !strncasecmp(hex, text, strlen(text));
 }
 
+/* A process uses one MIG instance, the first that it could see, and then no other device. */
+static void keep_one_instance(void)
+{
+    for (int i = 0; i < count_visible; i++)
+        if (state->devices[visible[i]].flags & IS_MIG) {
+            visible[0] = visible[i];
+            count_visible = 1;
+        }
+}
+
 /* CUDA_VISIBLE_DEVICES: indices or beginnings of UUIDs; the first that means nothing ends the list. */
 static void read_visible(void)
 {
@@ -92,6 +102,7 @@ static void read_visible(void)
     count_visible = 0;
     if (!wanted) {
         for (uint32_t i = 0; i < state->num_devices; i++) visible[count_visible++] = (int)i;
+        keep_one_instance();
         return;
     }
     char text[1024];
@@ -105,9 +116,10 @@ static void read_visible(void)
         if (!*end && index >= 0 && index < (long)state->num_devices) found = (int)index;
         for (uint32_t i = 0; *end && i < state->num_devices && found < 0; i++)
             if (matches_uuid(&state->devices[i], word)) found = (int)i;
-        if (found < 0) return;
+        if (found < 0) break;
         visible[count_visible++] = found;
     }
+    keep_one_instance();
 }
 
 static CUresult open_state(void)
@@ -274,6 +286,35 @@ CUresult take_memory(int device, size_t size, struct memory *out)
         }
     }
     flock(state_fd, LOCK_UN);
+    return result;
+}
+
+/* Memory by its inode, as a fabric handle names it: while anybody has a descriptor of it. */
+CUresult find_memory(uint64_t inode, struct memory *out)
+{
+    CUresult result = INVALID_HANDLE;
+    DIR *processes = opendir("/proc");
+    for (struct dirent *process; processes && result != SUCCESS && (process = readdir(processes));) {
+        char path[600], link[256];
+        if (process->d_name[0] < '0' || process->d_name[0] > '9') continue;
+        snprintf(path, sizeof path, "/proc/%s/fd", process->d_name);
+        DIR *folder = opendir(path);
+        for (struct dirent *entry; folder && result != SUCCESS && (entry = readdir(folder));) {
+            snprintf(path, sizeof path, "/proc/%s/fd/%s", process->d_name, entry->d_name);
+            ssize_t length = readlink(path, link, sizeof link - 1);
+            int device;
+            struct stat found;
+            if (length <= 0) continue;
+            link[length] = 0;
+            if (!parse_name(link, &device) || stat(path, &found) || found.st_ino != inode) continue;
+            int fd = open(path, O_RDWR | O_CLOEXEC);
+            if (fd < 0) continue;
+            result = open_memory(fd, out);
+            close(fd);
+        }
+        if (folder) closedir(folder);
+    }
+    if (processes) closedir(processes);
     return result;
 }
 

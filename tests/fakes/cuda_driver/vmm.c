@@ -5,9 +5,10 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-enum { TYPE_PINNED = 1, LOCATION_DEVICE = 1, HANDLE_FD = 1, ACCESS_READ = 1, ACCESS_READ_WRITE = 3 };
+enum { TYPE_PINNED = 1, LOCATION_DEVICE = 1, HANDLE_FD = 1, HANDLE_FABRIC = 8, ACCESS_READ = 1, ACCESS_READ_WRITE = 3 };
 
 struct location { int type, id; };
 
@@ -23,6 +24,12 @@ struct properties {
 struct access_description {
     struct location location;
     int flags;
+};
+
+struct fabric_handle { /* 64 bytes; names memory and keeps none */
+    uint32_t magic, unused;
+    uint64_t inode;
+    uint8_t unused2[48];
 };
 
 struct handle {
@@ -131,8 +138,9 @@ CUresult cuMemCreate(CUhandle *id, size_t size, const struct properties *wanted,
     if (device < 0) return INVALID_DEVICE;
     if (flags || !size || size % GRANULARITY) return INVALID_VALUE;
     uint32_t able = state->devices[device].flags;
-    if (!(able & HAS_VMM) || wanted->handle_types & ~HANDLE_FD) return NOT_SUPPORTED;
-    if (wanted->handle_types && !(able & HAS_FD)) return NOT_SUPPORTED;
+    if (!(able & HAS_VMM) || wanted->handle_types & ~(HANDLE_FD | HANDLE_FABRIC)) return NOT_SUPPORTED;
+    if (wanted->handle_types & HANDLE_FD && !(able & HAS_FD)) return NOT_SUPPORTED;
+    if (wanted->handle_types & HANDLE_FABRIC && !(able & HAS_FABRIC)) return NOT_SUPPORTED;
     struct memory memory;
     CUresult result = take_memory(device, size, &memory);
     return result == SUCCESS ? add_handle(id, memory, wanted->handle_types) : result;
@@ -160,8 +168,13 @@ CUresult cuMemExportToShareableHandle(void *out, CUhandle id, int type, unsigned
     CUresult result = SUCCESS;
     pthread_mutex_lock(&tables);
     struct handle *handle = find_handle(id);
-    if (!handle || flags || type != HANDLE_FD || !(handle->handle_types & HANDLE_FD)) result = INVALID_VALUE;
-    else {
+    struct stat found;
+    if (!handle || flags || (type != HANDLE_FD && type != HANDLE_FABRIC) || !(handle->handle_types & type))
+        result = INVALID_VALUE;
+    else if (type == HANDLE_FABRIC) {
+        fstat(handle->memory.fd, &found);
+        *(struct fabric_handle *)out = (struct fabric_handle){MAGIC, 0, found.st_ino, {0}};
+    } else {
         int fd = fcntl(handle->memory.fd, F_DUPFD_CLOEXEC, 0);
         if (fd < 0) result = OPERATING_SYSTEM;
         else *(int *)out = fd;
@@ -173,10 +186,12 @@ CUresult cuMemExportToShareableHandle(void *out, CUhandle id, int type, unsigned
 CUresult cuMemImportFromShareableHandle(CUhandle *id, void *os_handle, int type)
 {
     ENTER(cuMemImportFromShareableHandle);
-    if (type != HANDLE_FD) return NOT_SUPPORTED;
+    const struct fabric_handle *fabric = os_handle;
     struct memory memory;
-    CUresult result = open_memory((int)(intptr_t)os_handle, &memory);
-    return result == SUCCESS ? add_handle(id, memory, HANDLE_FD) : result;
+    CUresult result = NOT_SUPPORTED;
+    if (type == HANDLE_FD) result = open_memory((int)(intptr_t)os_handle, &memory);
+    if (type == HANDLE_FABRIC) result = fabric->magic == MAGIC ? find_memory(fabric->inode, &memory) : INVALID_VALUE;
+    return result == SUCCESS ? add_handle(id, memory, type) : result;
 }
 
 CUresult cuMemGetAllocationPropertiesFromHandle(struct properties *out, CUhandle id)
