@@ -11,7 +11,8 @@
 15  checkpoint missing or unreadable  24  ticket refused
                                       25  engine core could not start or go on
                                       26  too many leases, loads or connections
-                                      27  a GPU cannot be used: no driver, no such device, or it failed
+                                      27  a GPU cannot be used: no driver, no such device, it failed, or its
+                                          memory cannot be shared with this process
                                       70  daemon hit a bug
 
 130 and 143: ended by SIGINT and SIGTERM. With --json a failure is also one object on stdout, {"error": {"reason",

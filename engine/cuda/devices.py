@@ -34,6 +34,11 @@ class VisibleDevice:
     handle: Any
 
     @property
+    def is_mig(self) -> bool:
+        """A part of a GPU, as the driver names it: "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+        return " MIG " in self.product
+
+    @property
     def is_emulated(self) -> bool:
         return self.product.startswith(EMULATED_NAME)
 
@@ -94,20 +99,6 @@ def find_device(name: str) -> VisibleDevice:
         "settings decide that)",
         {"device": name},
     )
-
-
-def require_usable(name: str) -> None:
-    """Says what is missing for this process to map memory of a device, if anything is. Raises DeviceError.
-
-    Creates no context, so it cannot tell whether there is room for one."""
-    device, driver = find_device(name), shared_driver()
-    attributes = driver.api.CUdevice_attribute
-    for attribute, what in (
-        (attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management"),
-        (attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory as file descriptors"),
-    ):
-        if not driver.call("cuDeviceGetAttribute", attribute, device.handle):
-            raise DeviceError(f"{name} ({device.product}): its driver offers no {what}", {"device": name})
 
 
 def _listed(devices: list[VisibleDevice]) -> str:
