@@ -30,6 +30,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-seconds", type=float, default=2.0, help="seconds of each attack (default: 2)")
     group.addoption("--fuzz-seed", type=int, default=0, help="seed of the attacks (default: another one each time)")
 
+    text = (
+        "where daemons keep what tests load: on the host, or on an emulated GPU, by descriptors or by handles. For a "
+    )
+    text += "GPU run pytest through tests/fakes/cuda_machine.py"
+    parser.addoption("--on", choices=("host", "cuda_vmm", "cuda_ipc"), default="host", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "host_only: tests what only memory of the host has, or says")
+    config.addinivalue_line(
+        "markers", "outlives: memory goes on without lease or daemon, as that of a holder does not"
+    )
+    if (backend := config.getoption("--on")) == "host":
+        return
+    if "FAKE_CUDA_DEVICE" not in os.environ:
+        raise pytest.UsageError("--on cuda_…: run it as  python tests/fakes/cuda_machine.py pytest --on cuda_…")
+    os.environ["FAKE_CUDA_ON"] = f"{backend}={os.environ['FAKE_CUDA_DEVICE']}"
+    here = str(Path(__file__).parent / "fakes" / "on_device")
+    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
+def tested_device() -> str:
+    """What daemons call the device that they keep on what tests load."""
+    return os.environ.get("FAKE_CUDA_ON", "host").rpartition("=")[2]
+
+
+def tested_backend() -> str:
+    """How it is shared: "host", "cuda_vmm" or "cuda_ipc"."""
+    return os.environ.get("FAKE_CUDA_ON", "host").partition("=")[0]
+
+
+@pytest.fixture(name="tested_backend")
+def tested_backend_fixture() -> str:
+    return tested_backend()
+
 
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
     """The first true value of `condition`; fails the test, naming `what`, when the deadline passes."""
@@ -112,7 +148,7 @@ class DaemonUnderTest:
 
     def device(self) -> Any:
         with self.control() as control:
-            return control.list().devices[0]
+            return next(device for device in control.list().devices if device.name == tested_device())
 
     def kill(self) -> None:
         assert self.process is not None
@@ -235,5 +271,11 @@ def sparse_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole folders of tests that take minutes, because they kill, boot or attack real processes again and again."""
     for item in items:
+        if item.get_closest_marker("host_only") and tested_backend() != "host":
+            item.add_marker(pytest.mark.skip(reason="only memory of the host is like that"))
+        if item.get_closest_marker("outlives") and tested_backend() == "cuda_ipc":
+            item.add_marker(
+                pytest.mark.skip(reason="memory of a holder ends with the last lease, and with its daemon")
+            )
         if item.path.parent.name == "fuzz" or item.path.stem in _SLOW or item.path.stem.startswith("test_failpoints"):
             item.add_marker(pytest.mark.slow)

@@ -41,6 +41,7 @@ def test_an_attached_process_is_listed_with_its_pid_and_name(
     assert holder.generation == loaded.id
 
 
+@pytest.mark.outlives
 def test_a_lease_ends_when_its_holder_gives_it_back(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -216,7 +217,7 @@ def test_a_stream_whose_requests_end_gives_its_lease_back(
 
 
 def test_the_answer_has_the_manifest_as_committed_and_every_segment(
-    daemon: Any, stream: Callable[..., RawStream], loaded: Any
+    daemon: Any, stream: Callable[..., RawStream], loaded: Any, tested_backend: str
 ) -> None:
     from preload.engine.client.control import make_selector
 
@@ -227,7 +228,7 @@ def test_the_answer_has_the_manifest_as_committed_and_every_segment(
     manifest = pb.Manifest.FromString(attached.manifest)
     assert {t.name for t in manifest.tensors} == {"a", "b", "c"}
     assert [s.size_bytes for s in attached.segments] == list(manifest.segment_bytes)
-    assert {s.backend for s in attached.segments} == {"host"}
+    assert {s.backend for s in attached.segments} == {tested_backend}
     assert attached.epoch == 1
     assert len(attached.ticket) == 32
 
@@ -251,6 +252,7 @@ def test_a_huge_report_is_cut(
     assert len(leases(daemon, loaded)[0].SerializeToString()) < 16_384
 
 
+@pytest.mark.outlives
 def test_evicting_a_leased_generation_retires_it_until_the_lease_ends(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -277,6 +279,7 @@ def test_evicting_a_leased_generation_retires_it_until_the_lease_ends(
     assert holder.ask("digest a") == digest, "its mapping outlives the generation"
 
 
+@pytest.mark.outlives
 def test_a_retiring_generation_that_is_in_use_is_given_to_whoever_asks_for_it_by_id(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -313,6 +316,7 @@ def test_a_retiring_generation_does_not_stop_the_same_checkpoint_from_loading_an
     assert hold(daemon, raw_checkpoint, recipe={"model": "raw"}).generation == loaded.id
 
 
+@pytest.mark.outlives
 def test_holders_hear_that_the_daemon_drains(
     make_daemon: Callable[..., Any], raw_checkpoint: Path, hold: Callable[..., Any]
 ) -> None:
