@@ -24,7 +24,7 @@ from preload.engine.timeline import Timeline
 from .config import EXIT_BAD_CONFIG, CoreConfig
 
 if TYPE_CHECKING:
-    from preload.engine.client import Attachment
+    from preload.engine.client import Attachment, LeaseEvent
     from preload.engine.models.decoder import Decoder
 
     from .core import EngineCore
@@ -102,6 +102,8 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
             timeout_s=config.attach_timeout_s,
         )
         draft = _attach_draft(config) if config.speculate == "draft" else None
+    for weights in filter(None, (attachment, draft)):
+        weights.lease.on_event(_end_without_weights)
     weights_bytes = attachment.resident_bytes + (draft.resident_bytes if draft else 0)
     sizing = KVSizing(config, attachment.generation_id, weights_bytes)
     core = build_core(config, attachment, timeline, sizing, draft)
@@ -130,6 +132,13 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     if draft is not None:
         draft.close()
     return 0
+
+
+def _end_without_weights(event: LeaseEvent) -> None:
+    """Memory of a holder that has ended must not be read any more, not even for the rest of a step."""
+    if event.kind == "failed":
+        print(f"preload engine core: {event.detail}", file=sys.stderr, flush=True)
+        os._exit(EXIT_NOT_SERVED)
 
 
 def _attach_draft(config: CoreConfig) -> Attachment:
@@ -191,6 +200,8 @@ def build_core(
         (sizing.prepare if config.standby else sizing.allocate)(core)
     with timeline.phase("warm_up"):
         core.warm_up(min(WARM_UP_TOKENS, config.token_budget))
+        if core.runner.on_device is not None:
+            core.largest_steps()  # other shapes take other kernels, which are compiled now, not at the first request
     if config.graphs != "off" and not config.standby:
         core.use_graphs()
     if config.graphs == "before" and core.num_missing_graphs:

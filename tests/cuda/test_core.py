@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,22 @@ def start_core(load_module: Callable[[str], Any], tmp_path: Path, wait_for: Any)
     """Core processes, by the same fixture as those on the host."""
     side = load_module("engine/test_core_process.py")
     yield from side.start_core.__wrapped__(tmp_path, wait_for)
+
+
+def test_a_core_whose_weights_are_gone_ends_and_says_why(
+    machine: Any, daemon: Any, device: str, backend: str, tmp_path: Path, load_module: Any, load_on: Any,
+    start_core: Any, owner_pid: Any, wait_for: Any,
+) -> None:  # fmt: skip
+    if backend != "cuda_ipc":
+        pytest.skip("descriptors keep memory alive")
+    tiny = load_module("fakes/core_side.py").make_tiny_model()
+    tiny.oracle.save_pretrained(tmp_path / "tiny")
+    load_on(daemon, tmp_path / "tiny", device, model="auto")
+    core = start_core(daemon, checkpoint=str(tmp_path / "tiny"), device=device)
+    assert core.generate([1, 2, 3])
+    os.kill(owner_pid(daemon), signal.SIGKILL)
+    assert core.process.wait(60) in (3, -signal.SIGSEGV), "told, or at its next look at a weight"
+    wait_for(lambda: machine.used_bytes(0) == 0, "the device's memory to be back")
 
 
 def test_a_core_on_device_memory_answers_as_on_the_host_and_so_does_its_successor(
