@@ -33,6 +33,7 @@ from .segments.driver import DeviceInfo
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0
+_HELLO_S = 10.0
 _TAKEN_S = 2.0
 
 
@@ -46,14 +47,18 @@ class HolderLink:
         self._lock = threading.Lock()
         self._socket = sock
         self._process = process
-        sock.settimeout(_ANSWER_S)
+        sock.settimeout(_HELLO_S if process is None else _ANSWER_S)  # one that starts has a context to make
         self.device = device
-        pid = process.pid if process is not None else peer_of(sock).pid
-        self.pid = pid
+        self.pid = pid = process.pid if process is not None else peer_of(sock).pid
+        if not pid:
+            raise DeviceError(
+                f"the holder of {device} is in a PID namespace that the daemon does not see: start it here"
+            )
         self.is_lost = False
         welcome = self._ask(pb.Request(hello=pb.Hello(is_kept=is_kept))).welcome
         if welcome.device != device:
             raise DeviceError(f"the holder at {device}'s socket holds memory of {welcome.device}: end process {pid}")
+        sock.settimeout(_ANSWER_S)
         self.holder_id = welcome.holder_id
         self.info = DeviceInfo(device, welcome.total_bytes, welcome.granularity_bytes)
         self._unclaimed = {block.id: block for block in welcome.blocks}

@@ -39,9 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "host_only: tests what only memory of the host has, or says")
-    config.addinivalue_line(
-        "markers", "outlives: memory goes on without lease or daemon, as that of a holder does not"
-    )
+    text = "by_descriptor: memory goes on without lease or daemon, or by the hand-over, as that of a holder does not"
+    config.addinivalue_line("markers", text)
     if (backend := config.getoption("--on")) == "host":
         return
     if "FAKE_CUDA_DEVICE" not in os.environ:
@@ -273,9 +272,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("host_only") and tested_backend() != "host":
             item.add_marker(pytest.mark.skip(reason="only memory of the host is like that"))
-        if item.get_closest_marker("outlives") and tested_backend() == "cuda_ipc":
+        if item.get_closest_marker("by_descriptor") and tested_backend() == "cuda_ipc":
             item.add_marker(
-                pytest.mark.skip(reason="memory of a holder ends with the last lease, and with its daemon")
+                pytest.mark.skip(
+                    reason="memory of a holder has no descriptors, and ends with the last lease and its daemon"
+                )
             )
         if item.path.parent.name == "fuzz" or item.path.stem in _SLOW or item.path.stem.startswith("test_failpoints"):
             item.add_marker(pytest.mark.slow)

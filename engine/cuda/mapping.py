@@ -122,7 +122,8 @@ def _import(driver: Driver, passed: int | bytes) -> Any:
         return driver.call("cuMemImportFromShareableHandle", passed, kind)
     fabric = driver.api.CUmemFabricHandle()
     fabric.data = passed
-    return driver.call("cuMemImportFromShareableHandle", fabric, kinds.CU_MEM_HANDLE_TYPE_FABRIC)
+    where = int(fabric.getPtr())  # cuda-bindings takes its address, and not the handle that it is
+    return driver.call("cuMemImportFromShareableHandle", where, kinds.CU_MEM_HANDLE_TYPE_FABRIC)
 
 
 def _open(driver: Driver, handle: bytes) -> int:

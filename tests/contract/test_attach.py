@@ -41,7 +41,7 @@ def test_an_attached_process_is_listed_with_its_pid_and_name(
     assert holder.generation == loaded.id
 
 
-@pytest.mark.outlives
+@pytest.mark.by_descriptor
 def test_a_lease_ends_when_its_holder_gives_it_back(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_huge_report_is_cut(
     assert len(leases(daemon, loaded)[0].SerializeToString()) < 16_384
 
 
-@pytest.mark.outlives
+@pytest.mark.by_descriptor
 def test_evicting_a_leased_generation_retires_it_until_the_lease_ends(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -279,7 +279,7 @@ def test_evicting_a_leased_generation_retires_it_until_the_lease_ends(
     assert holder.ask("digest a") == digest, "its mapping outlives the generation"
 
 
-@pytest.mark.outlives
+@pytest.mark.by_descriptor
 def test_a_retiring_generation_that_is_in_use_is_given_to_whoever_asks_for_it_by_id(
     daemon: Any, loaded: Any, raw_checkpoint: Path, hold: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_retiring_generation_does_not_stop_the_same_checkpoint_from_loading_an
     assert hold(daemon, raw_checkpoint, recipe={"model": "raw"}).generation == loaded.id
 
 
-@pytest.mark.outlives
+@pytest.mark.by_descriptor
 def test_holders_hear_that_the_daemon_drains(
     make_daemon: Callable[..., Any], raw_checkpoint: Path, hold: Callable[..., Any]
 ) -> None:

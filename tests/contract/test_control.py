@@ -29,6 +29,7 @@ def daemon(make_shared_daemon: Callable[..., Any]) -> Any:
     return make_shared_daemon("--host-limit", "1G")
 
 
+@pytest.mark.host_only
 def test_list_tells_of_the_daemon_and_its_device(daemon: Any, raw_checkpoint: Path) -> None:
     daemon.load(raw_checkpoint, model="raw")
     with daemon.control() as control:

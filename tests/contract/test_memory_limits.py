@@ -14,18 +14,19 @@ from preload.protos import weight_cache_pb2 as pb
 
 RAW = Recipe(model="raw")
 MIB = 1 << 20
+SIZE = 2 * MIB - (64 << 10)
 
 
 @pytest.fixture
 def daemon(make_daemon: Callable[..., Any]) -> Any:
-    """Room for three generations of 2 MiB, whose segments have a page more."""
+    """Room for three generations of almost 2 MiB, whose segments have a page more, or take 2 MiB of a GPU."""
     return make_daemon("--host-limit", "7M")
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, write_safetensors: Callable[..., Path]) -> Callable[[str], Path]:
-    """Checkpoints of 2 MiB that differ."""
-    return lambda name: write_safetensors(tmp_path / f"{name}.safetensors", {name: ("U8", [2 * MIB], bytes(2 * MIB))})
+    """Checkpoints of almost 2 MiB that differ."""
+    return lambda name: write_safetensors(tmp_path / f"{name}.safetensors", {name: ("U8", [SIZE], bytes(SIZE))})
 
 
 def load(daemon: Any, path: Path, evict_lru: bool = False) -> Any:

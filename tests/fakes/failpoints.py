@@ -106,9 +106,9 @@ FAILPOINTS: dict[str, Failpoint] = {
         keeper.adopted               after   keeper:Keeper._adopt
     """),
     **_points("client", "preload.engine.client", """
-        client.attached              before  attach:fetch_descriptors
+        client.attached              before  attach:_map
         client.fetched               after   attach:fetch_descriptors
-        client.mapped                after   attach:map_segments
+        client.mapped                after   attach:_map
         client.unbound               before  attach:bind
         client.bound                 after   attach:bind
     """),
