@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +60,8 @@ def _cases(device: torch.device) -> Iterator[tuple[str, str, Callable[[], object
         for tokens in (1, 16, 512):
             x = torch.randn(tokens, COLS, device=device, dtype=torch.bfloat16)
             name = f"product, {layout}, {tokens} tokens"
-            work = (lambda x=x, parts=parts: x @ parts["weight"].T) if layout == "dense" else (
-                lambda x=x, layout=layout, parts=parts: product(x, layout, parts)
-            )  # fmt: skip
+            dense = parts["weight"]
+            work = partial(torch.matmul, x, dense.T) if layout == "dense" else partial(product, x, layout, parts)
             bound = ("operations", 2.0 * tokens * ROWS * COLS) if tokens > 256 else ("bytes", float(num_bytes))
             yield name, bound[0], work, bound[1]
     yield from _attention(device)
@@ -102,7 +102,7 @@ def _attention(device: torch.device) -> Iterator[tuple[str, str, Callable[[], ob
         yield (
             name,
             "bytes" if is_decode else "operations",
-            lambda query=query, batch=batch: paged_attention(query, keys, values, batch),
+            partial(paged_attention, query, keys, values, batch),
             num_bytes if is_decode else operations,
         )
 
@@ -126,10 +126,10 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
     times = []
     for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
+    return float(statistics.median(times))

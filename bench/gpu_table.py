@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -62,7 +63,7 @@ def _starts(rows: list[dict[str, Any]]) -> None:
         print(f"  {row['start']}{seconds}\n      {phases}")
 
 
-_SHOWS = {
+_SHOWS: dict[str, Callable[[Any], None]] = {
     "questions": _questions,
     "deaths": _events,
     "holder": _events,

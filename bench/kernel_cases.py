@@ -42,7 +42,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.int32: 0.0}
 
 _QUANTIZERS = {
     m.LAYOUT: m.quantize for m in (int8_per_channel, int4_group32, fp8_per_tensor, fp8_per_block, mxfp8, mxfp4, nvfp4)
-}
+} | {layout: partial(int4_group32.quantize, group_size=size) for layout, size in int4_group32.WIDER_LAYOUTS.items()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def maximal_error(results: Results) -> float:
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
 
 def make_weight(layout: str, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Weight:
@@ -82,11 +83,12 @@ def make_weight(layout: str, rows: int, cols: int, dtype: torch.dtype = torch.fl
     kind = BLOCK_TYPES[layout.removeprefix("gguf.")]
     shape = (rows, cols // kind.block_size)
     generator = torch.Generator().manual_seed(rows)
-    blocks = torch.randint(0, 256, (*shape, kind.block_bytes), dtype=torch.uint8, generator=generator)
+    whole = (*shape, kind.block_bytes)
+    blocks = torch.randint(0, 256, whole, dtype=torch.uint8, generator=generator, device="cpu")
     for at in (0, 2) if kind.name == "q4_1" else (0,):
-        halves = (torch.rand(shape, generator=generator) / 64).half()
+        halves = (torch.rand(shape, generator=generator, device="cpu") / 64).half()
         blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
-    return Weight(layout, layout, {"weight": blocks.flatten(1)})
+    return Weight(layout, layout, {"weight": blocks.flatten(1).to(torch.get_default_device())})
 
 
 def make_batch(
@@ -97,7 +99,7 @@ def make_batch(
     needed = [-(-length // block_size) for length in lengths]
     num_blocks = sum(needed) + 3
     caches = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
-    free = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)).add(1).tolist()
+    free = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1), device="cpu").add(1).tolist()
     table = torch.zeros(len(shapes), max(needed, default=0) + 1, dtype=torch.int32)
     for r, length in enumerate(lengths):
         blocks = [free.pop() for _ in range(needed[r])]
@@ -171,11 +173,12 @@ def gate(dtype: torch.dtype) -> Results:
 
 
 def multiply(dtype: torch.dtype, *, layout: str) -> Results:
-    """Ragged rows and tokens, 288 columns: more than two tiles, and not whole ones."""
+    """Ragged rows and tokens; 288 columns: more than two tiles, and not whole ones."""
     results = []
+    cols = 384 if layout in int4_group32.WIDER_LAYOUTS else 288
     for num_tokens, rows in ((1, 37), (19, 150), (70, 131), (0, 40)):
-        weight = make_weight(layout, rows, 288, dtype)
-        x, bias = rand(num_tokens, 300, dtype=dtype)[:, :288], rand(rows, dtype=dtype)
+        weight = make_weight(layout, rows, cols, dtype)
+        x, bias = rand(num_tokens, cols + 12, dtype=dtype)[:, :cols], rand(rows, dtype=dtype)
         residual = rand(num_tokens, rows + 8, dtype=dtype)[:, :rows]
         expected = product_by_rows(x, weight)
         results.append((products.product(x, layout, weight.parts), expected))

@@ -132,6 +132,8 @@ class EngineCore:
         """The forward pass, and the tokens it yields for each request that is ready for some."""
         inputs = self.runner.prepare(plan)
         logits = self.runner.forward(inputs)
+        if any(self.sampler.needs_host(request) for request in inputs.sampling):
+            logits = logits.cpu()
         if any(item.request.needs_prompt_logits for item in plan.scheduled):
             in_batch_order = sorted(plan.scheduled, key=lambda s: s.num_new_tokens > 1)
             collect_prompt_logprobs(self.runner.decoder, self.runner.hidden, in_batch_order)

@@ -45,7 +45,7 @@ def _triton_ops(device: torch.device, runtime_dir: str) -> Ops:
 
     major, minor = torch.cuda.get_device_capability(device)
     use_cache(kernel_cache_dir(own_dir(runtime_dir)), 10 * major + minor)
-    return TritonOps()
+    return TritonOps(device)
 
 
 @cache

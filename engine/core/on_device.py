@@ -71,8 +71,8 @@ class DeviceSteps:
         return self._decoder.forward(self._over(input_ids), self._over(positions), layers, batch)
 
     def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Of the rows asked for, on the host: float32[num_logit_rows, vocab_size]. Waits for the device."""
-        return self._decoder.compute_logits(hidden[self._over(self._pinned(indices))]).cpu()
+        """Of the rows asked for, on the device: float32[num_logit_rows, vocab_size]."""
+        return self._decoder.compute_logits(hidden[self._over(self._pinned(indices))])
 
     def _staged(self, batch: AttentionBatch) -> AttentionBatch:
         return replace(

@@ -124,6 +124,10 @@ class Sampler:
         """Whether the running request's next token comes from other logits than the model's."""
         return self._processor.changes(request.row, request.num_tokens)
 
+    def needs_host(self, request: Request) -> bool:
+        """Whether more is done with its logits than to choose a token, which is done on the host."""
+        return self._num_logprobs[request.row] >= 0 or self.changes_logits(request)
+
     def is_greedy(self, request: Request) -> bool:
         """Whether the running request's tokens are the most likely ones."""
         return not self._temperature[request.row]

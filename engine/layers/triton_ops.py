@@ -9,14 +9,17 @@ the host, so a step can be captured in a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from preload.engine.core.sampler import truncate
 from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.kernels.triton import products
 from preload.engine.kernels.triton.attention import paged_attention
 from preload.engine.kernels.triton.elementwise import rms_norm, rotate, swiglu
+from preload.engine.kernels.triton.sampling import gumbel_argmax
 from preload.engine.kernels.triton.scatter import write_kv
 from preload.engine.quantization.layouts import DENSE
 
@@ -27,10 +30,9 @@ from .ops import AddedProjection, Attention, Choose, Heads, LayerCache, Norm, Pr
 class TritonOps:
     """All operations, for activations of any float dtype."""
 
-    choose: Choose | None = None
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._by_torch: set[str] = set()
+        self.choose: Choose | None = partial(choose_tokens, device)
 
     def describe(self) -> str:
         note = f"; products of {', '.join(sorted(self._by_torch))} by torch" if self._by_torch else ""
@@ -84,6 +86,23 @@ class TritonOps:
     def _note(self, linears: Sequence[Linear]) -> None:
         known = (DENSE, *products.LAYOUTS)
         self._by_torch.update(linear.weight.layout for linear in linears if linear.weight.layout not in known)
+
+
+def choose_tokens(
+    device: torch.device, logits: Tensor, *, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor,
+    seeds: Tensor, positions: Tensor, token_hashes: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`Choose` on a device: logits may be there already, or on the host, where all the rest is and results go."""
+    logits = logits.to(device)
+    largest = logits.amax(dim=1)
+    x, drawn = logits, temperature > 0
+    if bool(drawn.any()):
+        # Rows that are not drawn keep their order: what is less than the largest stays less.
+        x = (x - largest[:, None]) / torch.where(drawn, temperature, 1.0).to(device)[:, None]
+        if bool(((min_p > 0) | (top_k > 0) | (top_p < 1)).any()):
+            truncate(x, min_p.to(device), top_k.to(device), top_p.to(device))
+    tokens = gumbel_argmax(x, drawn.to(device), seeds.to(device), positions.to(device))
+    return largest.cpu(), tokens.cpu()
 
 
 def multiply(x: Tensor, linear: Linear, out: Tensor, *, add: bool = False) -> None:

@@ -24,11 +24,11 @@ GROUP_SIZE = 32
 WIDER_LAYOUTS = {"int4_group64": 64, "int4_group128": 128}
 
 
-def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if cols % 32 != 0."""
-    if weight.shape[1] % GROUP_SIZE:
-        raise ValueError(f"{weight.shape[1]} columns are not a multiple of {GROUP_SIZE}")
-    groups = weight.reshape(weight.shape[0], weight.shape[1] // GROUP_SIZE, GROUP_SIZE)
+def quantize(weight: Tensor, group_size: int = GROUP_SIZE) -> dict[str, Tensor]:
+    """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if groups do not divide cols."""
+    if weight.shape[1] % group_size:
+        raise ValueError(f"{weight.shape[1]} columns are not a multiple of {group_size}")
+    groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     scale = high / 15.0 - low / 15.0  # not (high − low) / 15: the difference of two finite numbers may overflow
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(2)

@@ -103,7 +103,7 @@ def weight_tile(
 ):
     """BLOCK_K columns of some rows: float32[rows, BLOCK_K], 0 where masked.
 
-    rows: int64[n]. `third`: the minima of int4_group32. Scales that serve a whole row or more are not in the tile:
+    rows: int64[n]. `third`: the minima of int4 groups. Scales that serve a whole row or more are not in the tile:
     `row_scales` has them; nor are those of fp8_per_block, which the product applies to sums.
     """
     cols = first_col + tl.arange(0, BLOCK_K)
@@ -114,10 +114,11 @@ def weight_tile(
     if LAYOUT == "nvfp4":
         codes = _nibbles(weight, rows, row_mask, first_col, num_cols, weight_stride, BLOCK_K)
         return e2m1_to_float(codes) * e4m3_to_float(_group_scales(scale, rows, mask, cols, scale_stride, 16))
-    if LAYOUT == "int4_group32":
+    if LAYOUT == "int4_group32" or LAYOUT == "int4_group64" or LAYOUT == "int4_group128":
+        GROUP: tl.constexpr = 32 if LAYOUT == "int4_group32" else (64 if LAYOUT == "int4_group64" else 128)
         codes = _nibbles(weight, rows, row_mask, first_col, num_cols, weight_stride, BLOCK_K)
-        minimum = _group_scales(third, rows, mask, cols, scale_stride, 32)
-        return codes.to(tl.float32) * _group_scales(scale, rows, mask, cols, scale_stride, 32) + minimum
+        minimum = _group_scales(third, rows, mask, cols, scale_stride, GROUP)
+        return codes.to(tl.float32) * _group_scales(scale, rows, mask, cols, scale_stride, GROUP) + minimum
     if LAYOUT == "gguf.q8_0" or LAYOUT == "gguf.q4_0" or LAYOUT == "gguf.q4_1":
         return _gguf_tile(weight, rows, mask, cols, weight_stride, LAYOUT)
     stored = tl.load(weight + rows[:, None] * weight_stride + cols[None, :], mask=mask, other=0)

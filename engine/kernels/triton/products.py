@@ -23,6 +23,8 @@ from .formats import e4m3_to_float, float_to_e4m3, row_scales, weight_tile
 LAYOUTS = (
     "int8_per_channel",
     "int4_group32",
+    "int4_group64",
+    "int4_group128",
     "fp8_per_tensor",
     "fp8_per_block",
     "mxfp8",
@@ -182,8 +184,8 @@ def companions(layout: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor
     """The kernels' `scale` and `third`; where a layout has none, some tensor that is not read."""
     scale = byte_view(parts.get("scale", parts["weight"]))
     third = parts.get("min", parts.get("global_scale", scale))
-    if layout == "int4_group32" and third.stride(0) != scale.stride(0):
-        raise AssertionError("scales and minima of int4_group32 lie differently")
+    if layout.startswith("int4_group") and third.stride(0) != scale.stride(0):
+        raise AssertionError(f"scales and minima of {layout} lie differently")
     return scale, third
 
 

@@ -118,12 +118,12 @@ def test_a_token_that_is_truncated_is_never_sampled() -> None:
 @pytest.mark.parametrize("layout", products.LAYOUTS)
 def test_rows_of_a_larger_tensor_are_read_in_place(layout: str) -> None:
     """x, residual and out are columns of wider tensors whose other columns hold NaN and stay as they are."""
-    weight = make_weight(layout, 40, 64)
-    wide = torch.full((3, 100), torch.nan)
-    wide[:, 10:74] = rand(3, 64, dtype=FLOAT32)
+    weight = make_weight(layout, 40, 128)
+    wide = torch.full((3, 164), torch.nan)
+    wide[:, 10:138] = rand(3, 128, dtype=FLOAT32)
     out = torch.full((3, 90), 7.0)
-    products.product(wide[:, 10:74], layout, weight.parts, out=out[:, 20:60])
-    expected = wide[:, 10:74] @ weight.rows(slice(None)).T
+    products.product(wide[:, 10:138], layout, weight.parts, out=out[:, 20:60])
+    expected = wide[:, 10:138] @ weight.rows(slice(None)).T
     torch.testing.assert_close(out[:, 20:60], expected, atol=2e-6, rtol=1e-5)
     assert bool((out[:, :20] == 7).all())
     assert bool((out[:, 60:] == 7).all())

@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     head_dim=16, rms_norm_eps=1e-5, max_position_embeddings=64, tie_word_embeddings=False, attention_bias=True,
 )  # fmt: skip
 BLOCK_SIZE, NUM_BLOCKS = 4, 33
+CPU = torch.device("cpu")
 
 
 def make_tensors(layout: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -86,11 +87,11 @@ def run(layout: str, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
     [("dense", torch.float32), ("dense", torch.bfloat16), *((layout, torch.float32) for layout in FORMATS)],
 )
 def test_a_decoder_computes_the_same_logits(layout: str, dtype: torch.dtype) -> None:
-    expected, got = run(layout, dtype, TorchOps()), run(layout, dtype, TritonOps())
+    expected, got = run(layout, dtype, TorchOps()), run(layout, dtype, TritonOps(CPU))
     error = float((got - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_what_torch_computes_is_said() -> None:
-    ops = TritonOps()
+    ops = TritonOps(CPU)
     assert Decoder(SPEC, *make_tensors("mxfp8", torch.float32), torch.float32, ops).kernels == "Triton kernels"
