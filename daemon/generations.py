@@ -148,7 +148,7 @@ class Generation:
         self.manifest, self.segments, self.load_phases = manifest, segments, phases
         self.enter(State.READY)
 
-    def fail(self, failure: CacheError, is_leased: bool) -> int:
+    def fail(self, failure: CacheError, *, is_leased: bool = False) -> int:
         """→ FAILED(reason). Returns the bytes that are ours no longer, or only for the sake of its leases."""
         self.failure = failure
         self.enter(State.FAILED)

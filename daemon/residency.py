@@ -114,7 +114,7 @@ class Residency:
         log.error("generation %s FAILED: %s", generation.name, failure.message)
         self._leases.revoke_tickets(generation)
         num_segments = len(generation.segments)
-        generation.lingering_bytes = generation.fail(failure, bool(self._leases.of(generation)))
+        generation.lingering_bytes = generation.fail(failure, is_leased=bool(self._leases.of(generation)))
         self._parking.drop(generation, num_segments)
         self._free_if_unused(generation)
         self._catalog.forget_old_failures()
