@@ -18,8 +18,8 @@ from torch import Tensor
 
 MIN_UNIFORM = 4.66e-10
 MAX_UNIFORM = 1.0 - 2.0**-24
-_ROWS_AT_ONCE = 4
-"""Rows whose thirty passes stay in a CPU's cache."""
+_NUMBERS_AT_ONCE = 1 << 18
+"""So many that their thirty passes stay in a CPU's cache."""
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_hashes: Tensor) -> Tensor:
@@ -28,8 +28,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_hashes: Tensor) -> Tens
     seeds, positions: int64[num_rows], a seed being the two's complement of its 64 bits;
     token_hashes: int32[vocab_size] of `hash_tokens`. Source: Gumbel-max, arXiv 1411.0030.
     """
-    if len(seeds) > _ROWS_AT_ONCE:
-        parts = [slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(seeds), _ROWS_AT_ONCE)]
+    num_rows = max(1, _NUMBERS_AT_ONCE // len(token_hashes))
+    if len(seeds) > num_rows:
+        parts = [slice(i, i + num_rows) for i in range(0, len(seeds), num_rows)]
         return torch.cat([gumbel_noise(seeds[part], positions[part], token_hashes) for part in parts])
     u = uniform(seeds, positions, token_hashes)
     return u.neg_().log1p_().neg_().log_().neg_()
