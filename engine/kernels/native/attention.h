@@ -12,6 +12,8 @@
 #include "linear.h"
 
 constexpr int64_t kQueryTile = 8;
+constexpr int64_t kPositionsAhead = 32;           // how far ahead of their use keys and values are asked for
+constexpr int64_t kPrefetchedFloats = 128 << 10;  // values asked for while scores are computed; more leave the cache
 
 struct AttentionStep {  // what all layers of one step share
   const float *cos, *sin;  // [num_tokens, head_dim / 2]
@@ -85,12 +87,14 @@ inline float softmax(float* scores, int64_t limit, int64_t end) {
 // out row = Σ over positions of weight · value, for kRows rows of weights.
 template <int kChunks, int kRows>
 INLINE void weighted_values(const float* weights, int64_t stride, const float* values, const int64_t* offsets,
-                            int64_t limit, const float* inverse_sums, float* const* out) {
+                            int64_t limit, bool prefetches, const float* inverse_sums, float* const* out) {
   V sums[kRows][kChunks];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kChunks; ++c) sums[r][c] = zero();
   for (int64_t p = 0; p < limit; ++p) {
     const float* value = values + offsets[p];
+    if (prefetches && p + kPositionsAhead < limit)
+      for (int c = 0; c < kChunks; ++c) __builtin_prefetch(values + offsets[p + kPositionsAhead] + 16 * c, 0, 2);
     V w[kRows];
     for (int r = 0; r < kRows; ++r) w[r] = splat(weights[r * stride + p]);
 #pragma GCC unroll 8
@@ -106,14 +110,16 @@ INLINE void weighted_values(const float* weights, int64_t stride, const float* v
 // Rows of weights in passes of four, over `kChunks` vectors of each value at a time.
 template <int kChunks>
 INLINE void all_weighted_values(int64_t rows, const float* weights, int64_t stride, const float* values,
-                                const int64_t* offsets, int64_t limit, const float* inverse_sums, float* const* out) {
+                                const int64_t* offsets, int64_t limit, bool prefetches, const float* inverse_sums,
+                                float* const* out) {
   for (int64_t r = 0; r < rows; r += 4) {
     const float* w = weights + r * stride;
+    const bool ahead = prefetches && r == 0;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: weighted_values<kChunks, 1>(w, stride, values, offsets, limit, inverse_sums + r, out + r); break;
-      case 2: weighted_values<kChunks, 2>(w, stride, values, offsets, limit, inverse_sums + r, out + r); break;
-      case 3: weighted_values<kChunks, 3>(w, stride, values, offsets, limit, inverse_sums + r, out + r); break;
-      case 4: weighted_values<kChunks, 4>(w, stride, values, offsets, limit, inverse_sums + r, out + r); break;
+      case 1: weighted_values<kChunks, 1>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
+      case 2: weighted_values<kChunks, 2>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
+      case 3: weighted_values<kChunks, 3>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
+      case 4: weighted_values<kChunks, 4>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
     }
   }
 }
@@ -132,28 +138,38 @@ struct AttentionScratch {
   std::vector<float*> out;
 };
 
+// Where the positions of a sequence lie in the caches, up to a multiple of 16: those beyond `longest` repeat its last.
+inline const int64_t* position_offsets(const AttentionStep& step, int64_t request, int64_t longest,
+                                       AttentionScratch& scratch) {
+  const int64_t end = round_up(longest, 16), slot_size = step.num_kv_heads * step.head_dim;
+  scratch.offsets.resize(end);
+  int64_t* offsets = scratch.offsets.data();
+  const int32_t* block = step.block_table + request * step.table_stride;
+  for (int64_t p = 0; p < longest; ++block)
+    for (int64_t i = 0; i < step.block_size && p < longest; ++i)
+      offsets[p++] = (*block * step.block_size + i) * slot_size;
+  std::fill(offsets + longest, offsets + end, offsets[longest - 1]);  // something that may be read
+  return offsets;
+}
+
 template <int kChunks>
 inline void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, const float* qkv,
                    const float* keys, const float* values, float* out, AttentionScratch& scratch) {
   const int64_t d = step.head_dim, group = step.num_heads / step.num_kv_heads, rows = task.count * group;
   const int64_t longest = task.limit + task.count - 1, stride = round_up(longest, 16);
   float* scores = scratch.scores.get(rows * stride);
-  scratch.offsets.resize(stride);
+  const int64_t* offsets = position_offsets(step, task.request, longest, scratch);
   scratch.inverse_sums.resize(rows);
   scratch.out.resize(rows);
-  int64_t* offsets = scratch.offsets.data();
-  const int32_t* table = step.block_table + task.request * step.table_stride;
-  for (int64_t p = 0; p < longest; ++p) {
-    const int64_t slot = table[p / step.block_size] * step.block_size + p % step.block_size;
-    offsets[p] = (slot * step.num_kv_heads + kv_head) * d;
-  }
-  std::fill(offsets + longest, offsets + stride, offsets[longest - 1]);  // something that may be read
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
   const int64_t token_stride = (step.num_heads + 2 * step.num_kv_heads) * d;
   const float* queries = qkv + task.token * token_stride + kv_head * group * d;
+  keys += kv_head * d;
+  values += kv_head * d;
+  const bool values_fit = longest * d <= kPrefetchedFloats;
   for (int64_t p = 0; p < longest; p += 16) {
-    prefetch_rows(keys, offsets, p + 32, stride, d);  // blocks lie anywhere: hardware cannot guess the next one
-    prefetch_rows(values, offsets, p, stride, d);
+    prefetch_rows(keys, offsets, p + kPositionsAhead, stride, d);  // blocks lie anywhere: hardware cannot guess
+    if (values_fit) prefetch_rows(values, offsets, p, stride, d);
     for (int64_t r = 0; r < rows; ++r)
       if (p < task.limit + r / group)
         sixteen_scores<kChunks>(queries + r / group * token_stride + r % group * d, keys, offsets + p, d / 16, scale,
@@ -165,8 +181,8 @@ inline void attend(const AttentionStep& step, const AttentionTask& task, int64_t
   }
   constexpr int kPass = kChunks == 0 ? 1 : kChunks > 4 ? 4 : kChunks;  // four rows of four vectors fit the registers
   for (int64_t c = 0; c < d / 16; c += kPass) {
-    all_weighted_values<kPass>(rows, scores, stride, values + 16 * c, offsets, longest, scratch.inverse_sums.data(),
-                               scratch.out.data());
+    all_weighted_values<kPass>(rows, scores, stride, values + 16 * c, offsets, longest, !values_fit,
+                               scratch.inverse_sums.data(), scratch.out.data());
     for (float*& row : scratch.out) row += 16 * kPass;
   }
 }
