@@ -139,6 +139,7 @@ class Holders:
         self._is_kept = is_kept
         self._lock = threading.Lock()
         self._links: dict[str, HolderLink] = {}
+        self._is_settled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_lost: Callable[[str, CacheError], None] = lambda device, failure: None
 
@@ -181,6 +182,7 @@ class Holders:
 
     def settle(self) -> None:
         """Everything that was parked is revived: what else holders have is nobody's."""
+        self._is_settled = True
         for link in self._links.values():
             link.free_unclaimed()
 
@@ -189,11 +191,10 @@ class Holders:
             link = self._links.get(device)
             if link is not None:
                 return link
-            link = self._connect(device)
-            if link is not None:
+            link = self._connect(device) or self._start(device)
+            if self._is_settled:
                 link.free_unclaimed()
-                return link
-            return self._start(device)
+            return link
 
     def _connect(self, device: str) -> HolderLink | None:
         """The holder that serves already. One that has not seen yet that our predecessor is gone is asked again."""

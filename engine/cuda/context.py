@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
+
+from preload.engine.errors import PreloadError
 
 from .devices import VisibleDevice, find_device
 from .driver import Driver, shared_driver
@@ -21,7 +24,8 @@ class DeviceContext:
         try:
             self.make_current()
         except BaseException:
-            self.close()
+            with contextlib.suppress(PreloadError):  # the first error is the one to hear of
+                self.close()
             raise
 
     def make_current(self) -> None:
@@ -40,4 +44,8 @@ class DeviceContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(PreloadError):  # what ended the block is what to hear of
+            self.close()

@@ -20,6 +20,7 @@ import pytest
 from preload.engine.client import attach
 from preload.engine.recipe import Recipe
 
+pytestmark = pytest.mark.by_descriptor
 RAW = Recipe(model="raw")
 DEADLINE_S = 60.0
 
