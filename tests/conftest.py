@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of one worker that wait for each other by spinning take the cores from the other workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes is the machine's business, not the property's.
 settings.register_profile("preload", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("preload")

@@ -38,7 +38,7 @@ def relative_errors(attachment: Any, cases: list[dict[str, Any]]) -> list[float]
     from preload.engine.models.decoder import Decoder
     from preload.engine.models.spec import ModelSpec
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     recipe = attachment.resolved_recipe
     spec = ModelSpec.from_dict(recipe["spec"])
     decoder = Decoder(spec, attachment.tensors, attachment.layouts, getattr(torch, recipe["compute_dtype"]))

@@ -23,7 +23,7 @@ def decoder(request: pytest.FixtureRequest, demo_weights: Any) -> Decoder:
     if request.param == "f32":
         tensors = {name: dequantize(layouts[name], {"weight": tensor}) for name, tensor in tensors.items()}
         layouts = dict.fromkeys(tensors, "dense")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Decoder(spec, tensors, layouts, torch.float32)
 
 
