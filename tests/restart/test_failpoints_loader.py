@@ -83,8 +83,11 @@ def test_a_loader_killed_while_it_hashes_a_touched_file_costs_that_attach_at_mos
 @pytest.mark.parametrize(
     "name",
     [
-        "client.attached", pytest.param("client.fetched", marks=pytest.mark.by_descriptor), "client.mapped",
-        "client.unbound", "client.bound",
+        "client.attached",
+        pytest.param("client.fetched", marks=pytest.mark.by_descriptor),
+        "client.mapped",
+        "client.unbound",
+        "client.bound",
     ],
 )
 def test_an_engine_killed_while_it_attaches_holds_no_lease(unkept: Any, weights: Any, name: str) -> None:
