@@ -52,11 +52,10 @@ def names_of(device: str) -> tuple[str, str]:
 class Holder:
     """Serves one daemon at a time. Without a context it has nothing to serve but `failure`, which it says once."""
 
-    def __init__(
-        self, runtime_dir: Path, listener: socket.socket, control: socket.socket | None, device: str
-    ) -> None:
+    def __init__(self, runtime_dir: Path, path: Path, control: socket.socket | None, device: str) -> None:
         self._runtime_dir = runtime_dir
-        self._listener = listener
+        self._path = path
+        self._listener = _listen(path)
         self._daemon = control
         self._is_kept = control is None  # started by a service manager: it waits for whoever comes
         self._had_keeper = False
@@ -73,6 +72,7 @@ class Holder:
     def run(self) -> int:
         """Serves until nobody needs it; the exit code."""
         while not self._is_over():
+            self._listen_anew()
             sources = [self._listener, *([self._daemon] if self._daemon is not None else [])]
             ready, _, _ = select.select(sources, [], [], _TICK_S)
             if self._daemon in ready:
@@ -82,6 +82,17 @@ class Holder:
             if self.failure is None and not self._blocks.free_doomed():
                 self._look_for_loss()
         return 1 if self.failure is not None else 0
+
+    def _listen_anew(self) -> None:
+        """Somebody who cleaned up may have removed our socket, with the folder or without."""
+        if self._runtime_dir.is_dir() and not self._path.exists():
+            log.warning("%s was removed: listening anew", self._path)
+            self._listener.close()
+            self._listener = _listen(self._path)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
 
     def _is_over(self) -> bool:
         if self._is_lost:
@@ -215,12 +226,11 @@ def run(runtime_dir: str, device: str, control_fd: int | None = None) -> int:
     lock_name, socket_name = names_of(device)
     control = socket.socket(fileno=control_fd) if control_fd is not None else None
     with runtime_folder.locked(folder, lock_name, f"another holder of {device} serves in"):
-        listener = _listen(folder / socket_name)
+        holder = Holder(folder, folder / socket_name, control, device)
         try:
-            return Holder(folder, listener, control, device).run()
+            return holder.run()
         finally:
-            (folder / socket_name).unlink(missing_ok=True)
-            listener.close()
+            holder.close()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -165,7 +165,7 @@ class Holders:
     ) -> list[CudaIpcSegment] | None:
         """What an earlier life parked; None, and a reason in the log, if its holder is gone or another one."""
         try:
-            link = self._links.get(device) or self._connect(device)
+            link = self._links.get(device) or self._find(device)
         except CacheError as error:
             log.warning("%s: %s", device, error.message)
             return None
@@ -195,6 +195,13 @@ class Holders:
             if self._is_settled:
                 link.free_unclaimed()
             return link
+
+    def _find(self, device: str) -> HolderLink | None:
+        """One that must be there, but may be about to make its socket again."""
+        end_s = time.monotonic() + _TAKEN_S
+        while (link := self._connect(device)) is None and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return link
 
     def _connect(self, device: str) -> HolderLink | None:
         """The holder that serves already. One that has not seen yet that our predecessor is gone is asked again."""

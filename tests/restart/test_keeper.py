@@ -90,7 +90,7 @@ def memfds(pid: int | str) -> list[str]:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 name = os.readlink(f"/proc/{pid}/fd/{fd}")
-                found += [name] if name.startswith("/memfd:preload") else []
+                found += [name] if name.startswith(("/memfd:preload", "/memfd:fakecuda")) else []
     return sorted(found)
 
 
@@ -178,6 +178,7 @@ def test_a_killed_daemon_serves_again_without_its_checkpoint(kept: Kept, gone: s
         with kept.attach(gone) as second:
             assert {name: bytes(tensor) for name, tensor in second.tensors.items()} == before
             assert second.lease.attached.epoch == 2
+    del attachment, second  # memory of a holder is leased as long as anything refers to it
     kept.wait_for(lambda: kept.leases() == [], "both leases to end")
 
 
@@ -217,6 +218,7 @@ def test_a_retiring_generation_outlives_the_daemon_until_its_holder_lets_go(kept
         assert kept.generation().state == pb.GENERATION_STATE_RETIRING
         with kept.attach(gone) as second:
             assert bytes(second.tensors["a"]) == bytes(attachment.tensors["a"])
+    del attachment, second
     kept.wait_for(lambda: list(kept.status().generations) == [], "the generation to be freed")
     assert kept.stored() == ["/memfd:preload:catalog (deleted)"]
 
@@ -234,6 +236,7 @@ def test_a_retiring_generation_whose_holder_is_gone_is_freed_in_time(
     assert kept.stored() == ["/memfd:preload:catalog (deleted)"]
 
 
+@pytest.mark.host_only
 def test_a_half_loaded_generation_is_dropped_with_its_memory(
     make_kept: Callable[..., Kept], sparse_checkpoint: Callable[..., Path], raw_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +309,7 @@ def test_the_next_keeper_adopts_the_daemon_and_holds_what_it_parks_again(kept: K
         assert kept.generation().id == gone
 
 
+@pytest.mark.by_descriptor
 def test_what_is_loaded_without_a_keeper_is_parked_with_the_next(kept: Kept, raw_checkpoint: Path) -> None:
     kept.daemon.kill()
     gone = load_and_remove(kept, raw_checkpoint)
@@ -387,6 +391,7 @@ def test_a_second_keeper_is_refused_and_the_first_unharmed(kept: Kept, gone: str
     assert kept.generation().id == gone
 
 
+@pytest.mark.by_descriptor
 def test_a_keeper_that_does_not_read_holds_up_nobody_and_is_told_everything_later(
     kept: Kept, raw_checkpoint: Path
 ) -> None:
@@ -427,6 +432,7 @@ def test_a_message_of_a_stranger_is_ignored(kept: Kept, gone: str) -> None:
     assert kept.generation().id == gone
 
 
+@pytest.mark.by_descriptor
 def test_descriptors_of_a_freed_generation_leave_the_keeper(kept: Kept, gone: str) -> None:
     assert len(kept.stored()) == 3
     assert kept.evict(gone).freed
@@ -435,6 +441,7 @@ def test_descriptors_of_a_freed_generation_leave_the_keeper(kept: Kept, gone: st
     assert list(kept.status().generations) == []
 
 
+@pytest.mark.host_only
 def test_a_stopped_keeper_takes_daemon_and_memory_along(kept: Kept, raw_checkpoint: Path) -> None:
     checkpoint = raw_checkpoint.rename(raw_checkpoint.with_name(f"whole-{os.getpid()}.safetensors"))
     kept.daemon.load(checkpoint, model="raw")
