@@ -51,7 +51,7 @@ INLINE void vnni_product(Source&& weights, int64_t num_blocks, const Planes& x, 
     make_unsigned<I::kSigned>(w.quants);
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
-      const int64_t at = block * x.stride + token + t;
+      const int64_t at = x.at(block, token + t);
       const V f = block_product<I::kSigned>(w.quants, x.rows + at * kEightBytes, x.centres + at * 4);
       sums[t] = fma(f * splat(x.scales[at]), w.scale, sums[t]);
       if (!I::kSigned) minima[t] = fma(w.minimum, splat(x.sums[at]), minima[t]);

@@ -20,26 +20,32 @@
 constexpr float kLargestPlane = 127.0f * 65536.0f;
 constexpr int64_t kEightBytes = 96, kPairBytes = 128;  // of one block of one token
 
+// The blocks of `group` neighbouring tokens lie together, so that what is multiplied at once fills whole sets of a cache.
 struct Planes {
-  int8_t* rows = nullptr;       // [num_blocks][stride][kEightBytes or kPairBytes]
-  float* scales = nullptr;      // [num_blocks][stride]
-  float* sums = nullptr;        // [num_blocks][stride], of the activations themselves
-  int32_t* centres = nullptr;   // [num_blocks][stride][4], of eights: −128 · Σ of each plane
-  int64_t stride = 0;           // tokens, and room to read whole tiles
+  int8_t* rows = nullptr;      // [num_tokens / group][num_blocks][group][kEightBytes or kPairBytes]
+  float* scales = nullptr;     // [num_tokens / group][num_blocks][group], and so the others
+  float* sums = nullptr;       // of the activations themselves
+  int32_t* centres = nullptr;  // four to each, of eights: −128 · Σ of each plane
+  int64_t num_blocks = 0, group = 0;
   bool is_pairs = false;
+
+  INLINE int64_t at(int64_t block, int64_t token) const {
+    return (token / group * num_blocks + block) * group + token % group;
+  }
 };
 
 struct PlaneBuffers {
   Scratch rows, scales, sums, centres;
 
   Planes get(int64_t num_blocks, int64_t tokens, bool is_pairs) {
-    const int64_t stride = (tokens + 15) / 16 * 16, count = num_blocks * stride;
+    const int64_t group = tokens <= 4 ? 4 : 16, count = (tokens + group - 1) / group * group * num_blocks;
     Planes planes;
     planes.rows = reinterpret_cast<int8_t*>(rows.get(count * (is_pairs ? kPairBytes : kEightBytes) / 4));
     planes.scales = scales.get(count);
     planes.sums = sums.get(count);
     planes.centres = is_pairs ? nullptr : reinterpret_cast<int32_t*>(centres.get(count * 4));
-    planes.stride = stride;
+    planes.num_blocks = num_blocks;
+    planes.group = group;
     planes.is_pairs = is_pairs;
     return planes;
   }
@@ -68,7 +74,7 @@ INLINE __m512i upper(__m512i x, int32_t half, unsigned bits) {  // what is left 
 
 // One block of one token: columns 0 … 15 and 16 … 31.
 INLINE void store_planes(const Planes& planes, int64_t block, int64_t token, V low, V high) {
-  const int64_t at = block * planes.stride + token;
+  const int64_t at = planes.at(block, token);
   __m512i x[2];
   planes.scales[at] = to_integers(low, high, x);
   planes.sums[at] = sum(low + high);
