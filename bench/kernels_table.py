@@ -1,23 +1,26 @@
 """The table of GPU kernels, on a machine without a GPU: what compiles for which target, and the error of each.
 
-    python -m preload.bench.kernels_table [--only TEXT]        (make kernels)
+    python -m preload.bench.kernels_table [--only TEXT] [--workers N] [--cache FOLDER]        (make kernels)
 
 One line for each kernel, kind of input and dtype: the maximal error against its torch reference in Triton's
 interpreter, relative to the largest magnitude; and for each target the number of specializations compiled to cubin.
 Exit code 1 if one does not compile or errs by more than its tolerance. The interpreter runs in a process of its own,
-since a process interprets kernels from its start or not at all.
+since a process interprets kernels from its start or not at all; compilers run in worker processes, and what they
+compiled is kept in the cache: another run compiles what has changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,54 +29,123 @@ if TYPE_CHECKING:
     from preload.bench.kernel_cases import Case
     from preload.bench.kernel_compile import Launch
 
+CACHE = Path("build/kernels")
+
+Job = tuple[int, int, int, int]
+"""(number of the case, of its dtype, and of the launch among its launches; target)"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m preload.bench.kernels_table", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--errors", action="store_true", help="print the errors as JSON; needs TRITON_INTERPRET=1")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of compiled kernels (default: {CACHE})")
     options = parser.parse_args(argv)
-    return print_errors(options.only) if options.errors else print_table(options.only)
+    return print_errors(options.only) if options.errors else print_table(options.only, options.workers, options.cache)
 
 
 def print_errors(only: str) -> int:
     """One JSON object per case and dtype, as the interpreting process writes them."""
+    import torch
+
     from preload.bench import interpreter
     from preload.bench.kernel_cases import maximal_error
 
+    torch.set_num_threads(1)
     interpreter.repair()
-    for case, dtype in selected(only):
+    for _, case, _, dtype in selected(only):
         print(json.dumps(maximal_error(case.run(dtype))), flush=True)
     return 0
 
 
-def print_table(only: str) -> int:
+def print_table(only: str, num_workers: int, folder: Path) -> int:
     from preload.bench.kernel_cases import TOLERANCES
-    from preload.bench.kernel_compile import TARGETS, cache_in, record
+    from preload.bench.kernel_compile import TARGETS
 
-    cases = list(selected(only))
-    width = max(len(case.name) for case, _ in cases)
-    print(f"{'kernel':{width}} {'dtype':8} {'error':>8}  " + "  ".join(f"sm_{target}" for target in TARGETS))
+    rows = list(selected(only))
+    width = max(len(case.name) for _, case, _, _ in rows)
     failures: list[str] = []
-    compiled: dict[tuple[Launch, int], str] = {}
     errors = interpreted_errors(only)
-    with tempfile.TemporaryDirectory(prefix="preload-kernels-") as folder, cache_in(folder):
-        for case, dtype in cases:
-            launches = record(partial(case.run, dtype))
-            cells = [_compile(case, launches, target, compiled, failures) for target in TARGETS]
-            error, name = next(errors), str(dtype).removeprefix("torch.")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, initializer=_keep_in, initargs=(str(folder),)) as pool:
+        compilation = Compilation(pool, rows)
+        print(f"{'kernel':{width}} {'dtype':8} {'error':>8}  " + "  ".join(f"sm_{target}" for target in TARGETS))
+        for (case_no, case, dtype_no, dtype), error in zip(rows, errors, strict=True):
+            cells = [compilation.cell(case_no, dtype_no, target, failures) for target in TARGETS]
+            name = str(dtype).removeprefix("torch.")
             if error > TOLERANCES[dtype]:
                 failures.append(f"{case.name}, {name}: error {error:.1e} above {TOLERANCES[dtype]:.1e}")
             print(f"{case.name:{width}} {name:8} {error:8.1e}  " + "  ".join(f"{c:>5}" for c in cells), flush=True)
-    kernels = {launch.name for launch, _ in compiled}
-    print(f"{len(kernels)} kernels, {len(compiled)} cubins; error of the largest magnitude of each result")
+    print(compilation.summary() + "; error of the largest magnitude of each result")
     print("\n".join(failures) if failures else "every kernel compiles, and is within its tolerance")
     return 1 if failures else 0
 
 
-def selected(only: str) -> Iterator[tuple[Case, torch.dtype]]:
+class Compilation:
+    """Every specialization of some rows, compiled once for each target, whichever rows launch it."""
+
+    def __init__(self, pool: ProcessPoolExecutor, rows: Sequence[tuple[int, Case, int, torch.dtype]]) -> None:
+        from preload.bench.kernel_compile import TARGETS
+
+        self._found: dict[tuple[Launch, int], Future[str]] = {}
+        for case_no, case, dtype_no, _ in rows:
+            for launch_no, launch in enumerate(launches(case_no, dtype_no)):
+                for target in TARGETS:
+                    if target >= case.min_capability and (launch, target) not in self._found:
+                        job = case_no, dtype_no, launch_no, target
+                        self._found[launch, target] = pool.submit(compile_job, job)
+
+    def cell(self, case_no: int, dtype_no: int, target: int, failures: list[str]) -> str:
+        """How many specializations of a row compile for a target; what does not is told once."""
+        from preload.bench.kernel_cases import CASES
+
+        if target < CASES[case_no].min_capability:
+            return "–"
+        found = [(launch, self._found[launch, target].result()) for launch in launches(case_no, dtype_no)]
+        for launch, why in found:
+            text = f"{launch.name} for sm_{target} ({CASES[case_no].name}): {why}"
+            if why and text not in failures:
+                failures.append(text)
+        good = sum(not why for _, why in found)
+        return str(good) if good == len(found) else f"{good}/{len(found)}"
+
+    def summary(self) -> str:
+        return f"{len({launch.name for launch, _ in self._found})} kernels, {len(self._found)} cubins"
+
+
+@cache
+def launches(case_no: int, dtype_no: int) -> Sequence[Launch]:
+    """What a case launches, in an order that every process finds alike."""
+    from preload.bench.kernel_cases import CASES
+    from preload.bench.kernel_compile import record
+
+    case = CASES[case_no]
+    return record(partial(case.run, case.dtypes[dtype_no]))
+
+
+def compile_job(job: Job) -> str:
+    """In a worker: what the compiler has against it; empty if nothing."""
+    case_no, dtype_no, launch_no, target = job
+    return launches(case_no, dtype_no)[launch_no].try_compile(target)
+
+
+def _keep_in(folder: str) -> None:
+    """In a worker, before its first job."""
+    import torch
+    import triton
+
+    torch.set_num_threads(1)
+    triton.knobs.cache.dir = str(Path(folder).absolute())
+
+
+def selected(only: str) -> Iterator[tuple[int, Case, int, torch.dtype]]:
+    """(number, case, number of the dtype, dtype) of each row."""
     from preload.bench.kernel_cases import CASES
 
-    return ((case, dtype) for case in CASES if only in case.name for dtype in case.dtypes)
+    for case_no, case in enumerate(CASES):
+        if only in case.name:
+            yield from ((case_no, case, dtype_no, dtype) for dtype_no, dtype in enumerate(case.dtypes))
 
 
 def interpreted_errors(only: str) -> Iterator[float]:
@@ -86,21 +158,6 @@ def interpreted_errors(only: str) -> Iterator[float]:
             yield json.loads(line)
     if child.returncode:
         raise RuntimeError(f"the interpreting process failed with exit code {child.returncode}")
-
-
-def _compile(
-    case: Case, launches: Sequence[Launch], target: int, compiled: dict[tuple[Launch, int], str], failures: list[str]
-) -> str:
-    """How many specializations compile for a target; a case's kernels are compiled once, whoever else uses them."""
-    if target < case.min_capability:
-        return "–"
-    for launch in launches:
-        if (launch, target) not in compiled:
-            compiled[launch, target] = launch.try_compile(target)
-            if compiled[launch, target]:
-                failures.append(f"{launch.name} for sm_{target} ({case.name}): {compiled[launch, target]}")
-    good = sum(not compiled[launch, target] for launch in launches)
-    return str(good) if good == len(launches) else f"{good}/{len(launches)}"
 
 
 if __name__ == "__main__":
