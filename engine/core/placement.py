@@ -63,6 +63,7 @@ class CudaPlacement:
 
     def __init__(self, found: VisibleDevice) -> None:
         self.device = torch.device("cuda", found.index)
+        torch.cuda.set_device(self.device)  # Triton launches on the current one
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         try:
