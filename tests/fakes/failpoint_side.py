@@ -23,8 +23,11 @@ from preload.protos import weight_cache_pb2 as pb
 FAKES = Path(__file__).parent
 RAW = Recipe(model="raw")
 DEADLINE_S = 120.0
-DEVICE = os.environ.get("FAKE_CUDA_ON", "host").rpartition("=")[2]
-"""Where daemons keep what tests load: see `--on` in tests/conftest.py."""
+
+
+def tested_device() -> str:
+    """Where daemons keep what tests load: see `--on` in tests/conftest.py."""
+    return os.environ.get("FAKE_CUDA_ON", "host").rpartition("=")[2]
 
 
 @dataclass
@@ -179,7 +182,7 @@ class Kept:
         said = self.answers()
         if said is None:
             return "the daemon does not answer"
-        device = next(device for device in said.devices if device.name == DEVICE)
+        device = next(device for device in said.devices if device.name == tested_device())
         live = [g for g in said.generations if g.state in (pb.GENERATION_STATE_READY, pb.GENERATION_STATE_RETIRING)]
         leases = [lease for g in said.generations for lease in g.leases]
         loading = [g for g in said.generations if g.state == pb.GENERATION_STATE_LOADING]
@@ -192,7 +195,7 @@ class Kept:
     def _lost_descriptors(self, daemon: int, live: list[Any]) -> str:
         """Daemon and keeper hold the catalog, and of each generation the manifest and the segments: nothing else."""
         wanted = []
-        if DEVICE == "host":
+        if tested_device() == "host":
             wanted += [f"{i}:{Path(g.checkpoint_paths[0]).name}" for g in live for i in range(g.num_segments)]
         if self.has_keeper:
             wanted += ["catalog", *["manifest"] * len(live)]
