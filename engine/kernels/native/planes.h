@@ -12,6 +12,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "layouts.h"
 #include "pool.h"
 
 #if HAS_WIDE && defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -20,17 +21,19 @@
 constexpr float kLargestPlane = 127.0f * 65536.0f;
 constexpr int64_t kEightBytes = 96, kPairBytes = 128;  // of one block of one token
 
-// The blocks of `group` neighbouring tokens lie together, so that what is multiplied at once fills whole sets of a cache.
+// The blocks of a group of neighbouring tokens lie together, as they are multiplied at once.
 struct Planes {
-  int8_t* rows = nullptr;      // [num_tokens / group][num_blocks][group][kEightBytes or kPairBytes]
-  float* scales = nullptr;     // [num_tokens / group][num_blocks][group], and so the others
+  int8_t* rows = nullptr;      // [groups][num_blocks][tokens of a group][kEightBytes or kPairBytes]
+  float* scales = nullptr;     // [groups][num_blocks][tokens of a group], and so the others
   float* sums = nullptr;       // of the activations themselves
   int32_t* centres = nullptr;  // four to each, of eights: −128 · Σ of each plane
-  int64_t num_blocks = 0, group = 0;
+  int64_t num_blocks = 0;
+  int group_bits = 0;  // log₂ of a group's tokens
   bool is_pairs = false;
 
   INLINE int64_t at(int64_t block, int64_t token) const {
-    return (token / group * num_blocks + block) * group + token % group;
+    const int64_t within = token & ((int64_t{1} << group_bits) - 1);
+    return (((token >> group_bits) * num_blocks + block) << group_bits) + within;
   }
 };
 
@@ -38,14 +41,15 @@ struct PlaneBuffers {
   Scratch rows, scales, sums, centres;
 
   Planes get(int64_t num_blocks, int64_t tokens, bool is_pairs) {
-    const int64_t group = tokens <= 4 ? 4 : 16, count = (tokens + group - 1) / group * group * num_blocks;
+    const int group_bits = tokens <= 4 ? 2 : 4;
+    const int64_t count = round_up(tokens, int64_t{1} << group_bits) * num_blocks;
     Planes planes;
     planes.rows = reinterpret_cast<int8_t*>(rows.get(count * (is_pairs ? kPairBytes : kEightBytes) / 4));
     planes.scales = scales.get(count);
     planes.sums = sums.get(count);
     planes.centres = is_pairs ? nullptr : reinterpret_cast<int32_t*>(centres.get(count * 4));
     planes.num_blocks = num_blocks;
-    planes.group = group;
+    planes.group_bits = group_bits;
     planes.is_pairs = is_pairs;
     return planes;
   }
