@@ -39,6 +39,8 @@ WARM_UP_TOKENS = 4
 """Enough to touch every weight once, through a padded decode of several rows."""
 SIGTERM_DRAIN_MS = 30_000
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 1 << 30
 
 
 def main(first_line_ns: int, argv: Sequence[str] | None = None, *, is_forked: bool = False) -> int:
@@ -75,32 +77,14 @@ def die_with_parent(parent_pid: int) -> None:
 
 def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     """From imports to the end of the drain. Raises PreloadError if it cannot start."""
-    # OpenMP reads this once, when torch is loaded. Its default is to spin at the end of every parallel loop, which
-    # on shared CPUs (two cores during an update, a neighbour in the container) makes steps tens of times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    import torch
-
-    from preload.engine.client import attach
-
+    _set_up_torch(config)
     from .loop import StepLoop
     from .server import CoreServer, CoreService, Identity
     from .sizing import KVSizing
 
-    torch.set_num_interop_threads(1)
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     timeline.add("imports", imports_start_ns)
     with timeline.phase("attach"):
-        attachment = attach(
-            config.checkpoint or None,
-            generation_id=config.generation_id or None,
-            recipe=config.recipe,
-            runtime_dir=config.runtime_dir or None,
-            role="target",
-            device=config.device,
-            tensors="torch",
-            client="preload engine core",
-            timeout_s=config.attach_timeout_s,
-        )
+        attachment = _attach_target(config)
         draft = _attach_draft(config) if config.speculate == "draft" else None
     for weights in filter(None, (attachment, draft)):
         weights.lease.on_event(_end_without_weights)
@@ -128,10 +112,41 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
         signal.signal(number, lambda *_: service.drain(SIGTERM_DRAIN_MS))
     _run_or_die(loop)
     server.stop()
-    attachment.close()
-    if draft is not None:
-        draft.close()
+    for weights in filter(None, (attachment, draft)):
+        weights.close()
     return 0
+
+
+def _set_up_torch(config: CoreConfig) -> None:
+    """Imports torch, with the threads and the memory allocator of a process that runs steps and nothing else."""
+    # OpenMP reads this once, when torch is loaded. Its default is to spin at the end of every parallel loop, which
+    # on shared CPUs (two cores during an update, a neighbour in the container) makes steps tens of times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    torch.set_num_interop_threads(1)
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    # The C library gives blocks of over 128 KiB back to the kernel when they are freed, and every step would fault
+    # its activations in again. They are kept; what is larger than any of them (the KV cache) is not.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+    libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+
+
+def _attach_target(config: CoreConfig) -> Attachment:
+    from preload.engine.client import attach
+
+    return attach(
+        config.checkpoint or None,
+        generation_id=config.generation_id or None,
+        recipe=config.recipe,
+        runtime_dir=config.runtime_dir or None,
+        role="target",
+        device=config.device,
+        tensors="torch",
+        client="preload engine core",
+        timeout_s=config.attach_timeout_s,
+    )
 
 
 def _end_without_weights(event: LeaseEvent) -> None:
