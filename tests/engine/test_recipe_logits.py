@@ -25,7 +25,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Any) -> Any:
-    return tiny_model(hidden_size=128, intermediate_size=256, num_attention_heads=8, vocab_size=200)
+    made = tiny_model(hidden_size=128, intermediate_size=256, num_attention_heads=8, vocab_size=200)
+    for parameter in made.oracle.parameters():
+        if parameter.dim() == 2:  # as large as a trained model's: larger ones make chaos of small errors
+            parameter.data.mul_(0.15)
+    return made
 
 
 @pytest.fixture(scope="module")
