@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .errors import BadRequestError, CacheError, NoMemoryError, TooManyError
@@ -60,7 +61,8 @@ class Blocks:
         try:
             self._driver.call("cuCtxSetCurrent", context)
         except CacheError:
-            self._driver.call("cuDevicePrimaryCtxRelease", handle)
+            with suppress(CacheError):  # the first error is the one to hear of
+                self._driver.call("cuDevicePrimaryCtxRelease", handle)
             raise
 
     def all(self) -> list[Block]:

@@ -110,8 +110,9 @@ def _map(driver: Driver, passed: int | bytes, address: int, size: int) -> None:
     try:
         driver.call("cuMemRelease", handle)
     except BaseException:
-        with contextlib.suppress(PreloadError):
-            driver.call("cuMemUnmap", address, size)
+        for undo in (("cuMemRelease", handle), ("cuMemUnmap", address, size)):  # what failed once is tried again
+            with contextlib.suppress(PreloadError):
+                driver.call(*undo)
         raise
 
 
