@@ -213,12 +213,13 @@ def _kill_loader(daemon: KeptDaemon, folder: Path, device: str, size: int) -> st
     """Kills the loader of another load as soon as it is there; what the daemon says then."""
     path = write_synthetic(folder / "other.safetensors", 32, size // 32)
     owner, is_over = daemon.pid(), threading.Event()
+    others = set(_loaders(owner))  # one that has verified may not have ended yet
 
     def kill() -> None:
         while not is_over.is_set():
-            for pid in _loaders(owner):
-                os.kill(pid, signal.SIGKILL)
-                return
+            for pid in set(_loaders(owner)) - others:  # of one that only hashed the files, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
