@@ -6,6 +6,7 @@ it is in place when `finish` has returned. `close` gives everything back, also a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from preload.engine.cuda.context import DeviceContext
 from preload.engine.cuda.devices import HOST
 from preload.engine.cuda.mapping import DeviceMapping, Shared
+from preload.engine.errors import PreloadError
 
 STAGING_BYTES = 1 << 20
 """Of each of a thread's two pinned buffers: one is filled while the other is on its way to the device."""
@@ -109,7 +111,8 @@ class _Lane:
                 staging.view = np.ctypeslib.as_array((ctypes.c_ubyte * STAGING_BYTES).from_address(address))
                 staging.event = self._call("cuEventCreate", context.driver.api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         except BaseException:
-            self.close()
+            with contextlib.suppress(PreloadError):  # the first error is the one to hear of
+                self.close()
             raise
 
     def write(self, address: int, data: Any) -> None:
