@@ -63,9 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .generations import generation_dict
     from .render import count, size
 
+    evict_lru, recipe, device = arguments.evict == "lru", recipe_of(arguments), arguments.device
     with control_of(arguments) as control:
-        evict_lru = arguments.evict == "lru"
-        recipe, device = recipe_of(arguments), arguments.device
         loaded = load_with_progress(control, arguments.checkpoint, recipe, evict_lru=evict_lru, device=device)
     if arguments.json:
         print(json.dumps(generation_dict(loaded)))
