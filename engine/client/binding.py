@@ -7,7 +7,6 @@ cheap slices. Bounds are checked for every tensor before anything is built.
 from __future__ import annotations
 
 import math
-import mmap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -27,8 +26,6 @@ ITEM_BYTES = {
     "uint64": 8, "int64": 8, "float64": 8, "complex64": 8,
 }  # fmt: skip
 """Bytes per element of every dtype a manifest may name."""
-
-Buffer = mmap.mmap | memoryview
 
 Maker = Callable[[str, tuple[int, ...], tuple[int, ...], int, int], Any]
 """(dtype, shape, stride in elements, segment, offset in bytes) → a view; segment −1 for a tensor without elements."""
@@ -60,7 +57,7 @@ def bind(manifest: pb.Manifest, segments: Mapped, kind: str) -> dict[str, Any]:
 
 
 def _maker(segments: Mapped, kind: str) -> Maker:
-    makers: dict[str, Callable[[Sequence[Buffer]], Maker]] = {
+    makers: dict[str, Callable[[Sequence[memoryview]], Maker]] = {
         "torch": _torch_maker,
         "numpy": _numpy_maker,
         "buffers": _buffer_maker,
@@ -117,7 +114,7 @@ def _device_maker(segments: DeviceSegments) -> Maker:
     return make
 
 
-def _torch_maker(segments: Sequence[Buffer]) -> Maker:
+def _torch_maker(segments: Sequence[memoryview]) -> Maker:
     import torch
 
     bases: dict[tuple[int, str], torch.Tensor] = {}
@@ -141,7 +138,7 @@ def _torch_maker(segments: Sequence[Buffer]) -> Maker:
     return make
 
 
-def _numpy_maker(segments: Sequence[Buffer]) -> Maker:
+def _numpy_maker(segments: Sequence[memoryview]) -> Maker:
     import numpy as np
 
     def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> Any:
@@ -155,13 +152,11 @@ def _numpy_maker(segments: Sequence[Buffer]) -> Maker:
     return make
 
 
-def _buffer_maker(segments: Sequence[Buffer]) -> Maker:
-    views = [memoryview(segment) for segment in segments]
-
+def _buffer_maker(segments: Sequence[memoryview]) -> Maker:
     def make(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], segment: int, offset: int) -> memoryview:
         if segment < 0:
             return memoryview(b"")
-        return views[segment][offset : offset + math.prod(shape) * ITEM_BYTES[dtype]]
+        return segments[segment][offset : offset + math.prod(shape) * ITEM_BYTES[dtype]]
 
     return make
 

@@ -4,7 +4,6 @@ memory by the driver: see engine/cuda."""
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from preload.engine.cuda.mapping import CUDA_VMM, Shared
 from preload.engine.cuda.views import DeviceSegments
 from preload.engine.errors import DaemonError, DaemonUnreachableError, ManifestError, NotAllowedError, from_proto
+from preload.engine.huge_pages import map_shared
 from preload.protos import weight_cache_pb2 as pb
 
 _MAX_RESPONSE_BYTES = 64 * 1024
@@ -43,7 +43,7 @@ def fetch_descriptors(handover_socket: str, ticket: bytes, timeout_s: float) -> 
     return fds
 
 
-Mapped = list[mmap.mmap] | DeviceSegments
+Mapped = list[memoryview] | DeviceSegments
 """A shard's segments: the host's, or a device's."""
 
 
@@ -77,10 +77,7 @@ def map_segments(fds: Sequence[int], segments: Sequence[pb.Segment]) -> Mapped:
                     f"segment {segment.index} is {segment.backend!r} of {size:,} bytes; "
                     f"'host' of {segment.size_bytes:,} was announced"
                 )
-        return [
-            mmap.mmap(fd, segment.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-            for fd, segment in zip(fds, segments, strict=True)
-        ]
+        return [map_shared(fd, segment.size_bytes) for fd, segment in zip(fds, segments, strict=True)]
     finally:
         _close_all(fds)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from preload.engine.cuda.context import DeviceContext
 from preload.engine.cuda.devices import HOST
 from preload.engine.cuda.mapping import DeviceMapping, Shared
 from preload.engine.errors import PreloadError
+from preload.engine.huge_pages import HugePages
 
 STAGING_BYTES = 1 << 20
 """Of each of a thread's two pinned buffers: one is filled while the other is on its way to the device."""
@@ -53,24 +55,30 @@ def make_destination(device: str) -> Destination:
 
 
 class HostDestination:
-    """Writes through the descriptors of memfds."""
+    """Writes through the descriptors of memfds, into huge pages where the system has some."""
 
     def __init__(self) -> None:
         self._fds: Sequence[int] = ()
+        self._pages: list[HugePages] = []
 
     def open(self, granted: Shared) -> None:
         self._fds = granted.fds
+        self._pages = [HugePages(fd, size) for fd, size in zip(granted.fds, granted.sizes, strict=True)]
 
     def write(self, segment: int, offset: int, data: memoryview) -> None:
+        self._pages[segment].prepare(offset, len(data))
         done = 0
         while done < len(data):
             done += os.pwrite(self._fds[segment], data[done:], offset + done)
 
     def finish(self) -> None:
-        pass
+        wanted, got = (sum(getattr(pages, name) for pages in self._pages) for name in ("num_pages", "num_huge"))
+        if got < wanted:
+            print(f"{got} of {wanted} pieces of 2 MiB are huge pages: engines read the rest slower", file=sys.stderr)
 
     def close(self) -> None:
-        pass
+        for pages in self._pages:
+            pages.close()
 
     def __enter__(self) -> HostDestination:
         return self
