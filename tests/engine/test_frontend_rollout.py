@@ -127,7 +127,7 @@ def test_sighup_restarts_the_core_and_streams_move_to_the_new_one_after_the_drai
     [
         ("other_tokens_if_max_model_len", (), "the canary's answer differs at token 0"),
         ("exit_if_max_model_len", (), "this configuration cannot be served"),
-        ("never_ready_if_max_model_len", ("core_ready_timeout_s=1",), "not ready after 1 s"),
+        ("never_ready_if_max_model_len", ("--set", "core_ready_timeout_s=1"), "not ready after 1 s"),
     ],
 )
 def test_an_update_that_goes_wrong_is_rolled_back_under_32_streams(

@@ -236,6 +236,7 @@ def test_no_part_measures_time_by_the_wall_clock() -> None:
     allowed = {
         "engine/frontend/assembly.py", "engine/frontend/chat.py", "engine/frontend/completions.py",
         "engine/frontend/chat_template.py", "engine/loading/settled.py", "bench/peers/run.py",
+        "engine/kernels/triton/cache.py",
     }  # fmt: skip
     found = set()
     for part in ("daemon", "engine", "cli", "bench"):
