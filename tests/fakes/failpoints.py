@@ -124,7 +124,7 @@ FAILPOINTS: dict[str, Failpoint] = {
         loader.verifying             before  job:verify
         loader.verified              after   job:verify
         loader.hashing               before  fill:Filler._process
-        loader.digested              after   job:_digest
+        loader.digested              after   job:make_receipts
     """),
     **_points("template", "preload.engine.template", """
         template.asked               before  server:TemplateServer._answer

@@ -239,12 +239,18 @@ class Service:
                     found.add(pid)
         return found
 
+    def _has_other_cores(self) -> str:
+        """What is wrong, if not one core serves, or others than it and the standbys are there."""
+        serving = self.cores("serving")
+        wanted, found = {core["pid"] for core in (*serving, *self.cores("standby"))}, self.core_pids()
+        if len(serving) != 1:  # or one that was killed has not been missed yet
+            return str(self.cores())
+        return "" if found == wanted else f"{found} instead of {wanted}"
+
     def settled(self) -> None:
         """One core serves, its standbys are warm, and there is no other; each has its lease, and nobody else any."""
-        self.points.until(lambda: "" if len(self.cores("serving")) == 1 else str(self.cores()))
         self.points.until(self._lacks_standbys)
-        wanted = {core["pid"] for state in ("serving", "standby") for core in self.cores(state)}
-        self.points.until(lambda: "" if self.core_pids() == wanted else f"{self.core_pids()} instead of {wanted}")
+        self.points.until(self._has_other_cores)
         self.kept.settled(num_leases=2 + self.standby)  # the frontend has one of its own
         folders = [path.name for path in Path(self.kept.runtime_dir).glob("frontend-*")]
         assert len(folders) == 1, folders
