@@ -80,9 +80,13 @@ class HugePages:
         self.num_pages = size_bytes // HUGE_BYTES
         self._mapping = _Mapping(fd, size_bytes) if self.num_pages else None
         self._asked = bytearray(self.num_pages)
+        self._is_huge = bytearray(self.num_pages)
         self._lock = threading.Lock()
         self._num_failures = 0
-        self.num_huge = 0
+
+    @property
+    def num_huge(self) -> int:
+        return sum(self._is_huge)
 
     def prepare(self, offset: int, num_bytes: int) -> None:
         """Makes the pages of the range huge ones where that is possible, before the first byte is written there."""
@@ -92,12 +96,19 @@ class HugePages:
             if is_first and self._num_failures < _MAX_FAILURES:
                 self._collapse(page)
 
+    def finish(self) -> None:
+        """Tries those again that could not be prepared, as while another thread was writing to a page of them."""
+        self._num_failures = 0
+        for page in range(self.num_pages):
+            if not self._is_huge[page] and self._num_failures < _MAX_FAILURES:
+                self._collapse(page)
+
     def _collapse(self, page: int) -> None:
         assert self._mapping is not None
         with contextlib.suppress(OSError):  # whoever writes there hears of it
             os.posix_fallocate(self._fd, page * HUGE_BYTES, mmap.PAGESIZE)  # nothing at all is not collapsed
         if _libc.madvise(self._mapping.address + page * HUGE_BYTES, HUGE_BYTES, _MADV_COLLAPSE) == 0:
-            self.num_huge += 1
+            self._is_huge[page] = 1
             self._num_failures = 0
         elif ctypes.get_errno() != errno.EAGAIN:
             self._num_failures += 1

@@ -72,6 +72,8 @@ class HostDestination:
             done += os.pwrite(self._fds[segment], data[done:], offset + done)
 
     def finish(self) -> None:
+        for pages in self._pages:
+            pages.finish()
         wanted, got = (sum(getattr(pages, name) for pages in self._pages) for name in ("num_pages", "num_huge"))
         if got < wanted:
             print(f"{got} of {wanted} pieces of 2 MiB are huge pages: engines read the rest slower", file=sys.stderr)

@@ -43,6 +43,7 @@ def fill(fd: int, content: bytes) -> HugePages:
     for offset in range(0, SIZE, step):
         pages.prepare(offset, min(step, SIZE - offset))
         os.pwrite(fd, content[offset : offset + step], offset)
+    pages.finish()
     pages.close()
     return pages
 
@@ -104,7 +105,7 @@ def test_a_kernel_that_refuses_is_asked_a_few_times_only(memfd: int, monkeypatch
     monkeypatch.setattr(huge_pages, "_MAX_FAILURES", 2)
     content = os.urandom(SIZE)
     assert fill(memfd, content).num_huge == 0
-    assert len(asked) == 2
+    assert len(asked) == 2 * 2  # while it is filled, and at the end
     assert map_shared(memfd, SIZE) == content
 
 
@@ -121,6 +122,7 @@ def test_pages_are_prepared_beside_writers_without_losing_a_byte(memfd: int) -> 
         writer.start()
     for writer in writers:
         writer.join()
+    pages.finish()
     assert map_shared(memfd, SIZE) == content
 
 
