@@ -64,13 +64,12 @@ class LoadGenerator:
     async def __aenter__(self) -> LoadGenerator:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-
         self._client: AsyncOpenAI = AsyncOpenAI(
             base_url=self._base_url,
             api_key="none",
             max_retries=0,
             timeout=self._timeout_s,
-            # A connection that is kept may be one that its server is just closing, which fails the next request on it.
+            # A connection that is kept may be one that its server is closing, which fails the next request on it.
             default_headers={"Connection": "close"},
             http_client=DefaultAsyncHttpxClient(trust_env=False),
         )
