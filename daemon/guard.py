@@ -42,6 +42,9 @@ class Guard:
         self._doors = doors
         self._max_per_process = max_per_process
         self._was_crowded = False
+        self._first_seen: dict[int, int] = {}
+        """By inode of a connection, in which look it was found first."""
+        self._num_looks = 0
 
     def look(self) -> None:
         """Once through all connections; call it every second or so."""
@@ -49,8 +52,7 @@ class Guard:
         refused: Counter[str] = Counter()
         by_pid: Counter[int] = Counter()
         by_uid: Counter[int] = Counter()
-        # Inode numbers of sockets grow: the oldest connections, which hold leases, come first and stay.
-        for _, fd, peer in sorted(self._connections(), key=lambda entry: entry[0]):
+        for fd, peer in self._oldest_first():
             by_pid[peer.pid] += 1
             by_uid[peer.uid] += 1
             if not self._doors.admits(peer):
@@ -68,6 +70,17 @@ class Guard:
         if self._was_crowded and not refused:
             ctypes.CDLL(None).malloc_trim(0)  # what the crowd took is free again, but only this gives it back
         self._was_crowded = bool(refused)
+
+    def _oldest_first(self) -> list[tuple[int, Peer]]:
+        """(descriptor, peer): the oldest connections, which hold leases, come first and stay.
+
+        Those of one look are in the order of their descriptors; inode numbers tell nothing, as each processor gives
+        out its own."""
+        self._num_looks += 1
+        found = list(self._connections())
+        self._first_seen = {inode: self._first_seen.get(inode, self._num_looks) for inode, _, _ in found}
+        found.sort(key=lambda entry: (self._first_seen[entry[0]], entry[1]))
+        return [(fd, peer) for _, fd, peer in found]
 
     def _connections(self) -> Iterator[tuple[int, int, Peer]]:
         """(inode, descriptor, peer) of every connection accepted at our path."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -214,7 +215,8 @@ def ask(path: Path, data: bytes) -> holder_pb2.Response:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(60)
         sock.connect(str(path))
-        sock.send(data)
+        with contextlib.suppress(BrokenPipeError):  # refused at the door: the answer is there all the same
+            sock.send(data)
         return holder_pb2.Response.FromString(sock.recv(65536))
 
 
