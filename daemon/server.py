@@ -81,10 +81,9 @@ async def _serve(config: DaemonConfig, runtime_dir: Path, reread: ReadConfig) ->
     await server.start()
     doors.opened()
     doors.allow(config.allow_uids, config.allow_gids)  # until now the sockets were the owner's alone
-    background = {asyncio.create_task(handover.serve()), asyncio.create_task(_keep_in_touch(cache, notifier))}
-    background.add(asyncio.create_task(_end_unclaimed_leases(cache)))
     guard = Guard(str(runtime_dir / DAEMON_SOCKET), doors)
-    background.add(asyncio.create_task(_watch_doors(cache, doors, guard)))
+    duties = handover.serve(), _keep_in_touch(cache, notifier), _end_unclaimed_leases(cache)
+    background = {asyncio.create_task(duty) for duty in (*duties, _watch_doors(cache, doors, guard))}
 
     def load(source: Source) -> None:
         task = asyncio.create_task(_load(cache, metrics, source))
