@@ -78,6 +78,7 @@ def _listens(runtime_dir: str) -> bool | None:
 
 def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
     """Raises the PreloadError that a failed rpc (a grpc.RpcError that is also its Call) stands for."""
+    forget_frames(error)
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_TRAILER:
             raise from_proto(pb.ErrorInfo.FromString(value)) from error
@@ -95,6 +96,12 @@ def raise_typed(error: Any, runtime_dir: str) -> NoReturn:
             ) from error
         raise DaemonUnreachableError(f"the daemon in {runtime_dir} does not answer: {details}") from error
     raise DaemonError(f"the daemon in {runtime_dir} answered {code.name}: {details}") from error
+
+
+def forget_frames(error: grpc.RpcError) -> None:
+    """Of a stream, the error is the call itself. With a traceback the two refer to each other, and to every caller
+    with all its variables: a lease among them would go on until the garbage collector comes."""
+    error.__traceback__ = None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from preload.engine.timeline import Phase
 from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
 
-from .channel import open_channel, raise_typed
+from .channel import forget_frames, open_channel, raise_typed
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class _Stream:
             return None
         except grpc.RpcError as error:
             if _code(error) is grpc.StatusCode.CANCELLED:
+                forget_frames(error)
                 return None
             raise
         finally:
@@ -142,6 +143,7 @@ class Lease:
                     self._emit(_to_event(event))
             except grpc.RpcError as error:
                 log.debug("lease stream ended: %s", error)
+                forget_frames(error)
             if self._closed.is_set():
                 return
             self._emit(LeaseEvent("lost"))
@@ -191,6 +193,7 @@ class Lease:
             return stream.first(_RECLAIM_ANSWER_S)
         except grpc.RpcError as error:
             if _code(error) is grpc.StatusCode.UNAVAILABLE:  # also one that is about to end: its successor is asked
+                forget_frames(error)
                 return None
             raise_typed(error, self._runtime_dir)
 

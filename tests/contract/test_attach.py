@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import grpc
 import pytest
 
 from preload.engine.client import attach
-from preload.engine.errors import NotResidentError, RequestError, RetiringError
+from preload.engine.errors import NotResidentError, PreloadError, RequestError, RetiringError
 from preload.engine.recipe import Recipe
 from preload.protos import weight_cache_pb2 as pb
 
@@ -327,3 +329,27 @@ def test_holders_hear_that_the_daemon_drains(
     assert holder.event() == ("draining", "")
     assert holder.event() == ("lost", "")
     assert holder.ask("digest a")
+
+
+class Weights:
+    """Stands for what a caller has, and may lose."""
+
+
+def refused(daemon: Any, checkpoint: Path, raised: list[type]) -> weakref.ref[Weights]:
+    mine = Weights()
+    try:
+        attach(checkpoint, recipe=RAW, runtime_dir=str(daemon.runtime_dir))
+    except PreloadError as error:
+        raised.append(type(error))
+    return weakref.ref(mine)
+
+
+def test_a_refused_attach_keeps_nothing_of_its_caller(daemon: Any, raw_checkpoint: Path) -> None:
+    """A caller that tries again has weights by then, which must go when it lets go of them: a lease lasts as long."""
+    raised: list[type] = []
+    gc.disable()
+    try:
+        assert refused(daemon, raw_checkpoint, raised)() is None
+    finally:
+        gc.enable()
+    assert raised == [NotResidentError]

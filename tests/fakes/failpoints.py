@@ -55,7 +55,7 @@ FAILPOINTS: dict[str, Failpoint] = {
         generation.loader_started    after   loader_process:LoaderProcess.start
         generation.plan_received     before  loads:Loads._allocate
         generation.reserved          after   capacity:Ledger.reserve
-        generation.allocated         after   segments.host:HostSegment.allocate
+        generation.allocated         after   loads:Loads._allocate
         generation.granted           after   loader_process:LoaderProcess.send
         generation.mid_read          after   wire:progress
         generation.committed_heard   after   loads:_read_tables

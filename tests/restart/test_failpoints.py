@@ -44,7 +44,7 @@ def test_a_failpoint_lies_at_a_function_that_exists_and_some_test_arms_it(name: 
 
 @dataclass
 class Scene:
-    """A kept daemon with two generations: `resident`, and the witness's."""
+    """A kept daemon with two generations: `weights`, and the witness's, which `witnessed` has a lease on."""
 
     kept: Any
     witness: Any
@@ -83,9 +83,15 @@ class Scene:
         assert [kind for kind, _ in events] == ["lost", "reclaimed"] * (len(events) // 2)
         with self.kept.attach(self.witness, by_id=self.witnessed.generation_id):
             pass
-        self.witnessed.close()
+        self.let_go()
         self.kept.settled(num_leases=0)
         self.kept.end()
+
+    def let_go(self) -> None:
+        """Of the witness's lease: memory of a holder is leased as long as anything refers to it."""
+        witnessed, self.witnessed = self.witnessed, None
+        if witnessed is not None:
+            witnessed.close()
 
 
 @pytest.fixture
@@ -93,8 +99,9 @@ def scene(kept: Any, make_weights: Callable[[str], Any]) -> Iterator[Scene]:
     witness, weights = make_weights("witness"), make_weights("raw")
     kept.weights += [witness, weights]
     kept.under.load(witness.path, model="raw")
-    with kept.attach(witness) as witnessed:
-        yield Scene(kept, witness, witnessed, weights, make_weights)
+    made = Scene(kept, witness, kept.attach(witness), weights, make_weights)
+    yield made
+    made.let_go()
 
 
 LOADING = {
