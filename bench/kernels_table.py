@@ -6,22 +6,29 @@ One line for each kernel, kind of input and dtype: the maximal error against its
 interpreter, relative to the largest magnitude; and for each target the number of specializations compiled to cubin.
 Exit code 1 if one does not compile or errs by more than its tolerance. The interpreter runs in a process of its own,
 since a process interprets kernels from its start or not at all; compilers run in worker processes, and what they
-compiled is kept in the cache: another run compiles what has changed.
+compiled is kept in the cache: another run compiles what has changed. All of them end with the process that prints
+the table, also when that is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from preload.engine.core.process import die_with_parent
+
+from .processes import clean_up_when_terminated
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--errors", action="store_true", help="print the errors as JSON; needs TRITON_INTERPRET=1")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"folder of compiled kernels (default: {CACHE})")
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    return print_errors(options.only) if options.errors else print_table(options.only, options.workers, options.cache)
+    if options.errors:
+        if options.parent:
+            _end_with(options.parent)
+        return print_errors(options.only)
+    clean_up_when_terminated()
+    try:
+        return print_table(options.only, options.workers, options.cache)
+    except KeyboardInterrupt:
+        return 130
 
 
 def print_errors(only: str) -> int:
@@ -66,9 +82,7 @@ def print_table(only: str, num_workers: int, folder: Path) -> int:
     rows = list(selected(only))
     width = max(len(case.name) for _, case, _, _ in rows)
     failures: list[str] = []
-    errors = interpreted_errors(only)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, initializer=_keep_in, initargs=(str(folder),)) as pool:
+    with compilers(num_workers, folder) as pool, contextlib.closing(interpreted_errors(only)) as errors:
         compilation = Compilation(pool, rows)
         print(f"{'kernel':{width}} {'dtype':8} {'error':>8}  " + "  ".join(f"sm_{target}" for target in TARGETS))
         for (case_no, case, dtype_no, dtype), error in zip(rows, errors, strict=True):
@@ -130,13 +144,36 @@ def compile_job(job: Job) -> str:
     return launches(case_no, dtype_no)[launch_no].try_compile(target)
 
 
-def _keep_in(folder: str) -> None:
+@contextlib.contextmanager
+def compilers(num_workers: int, folder: Path) -> Iterator[ProcessPoolExecutor]:
+    """Processes that compile into a folder. If anything goes wrong here, they do not finish what they have begun."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(str(folder), os.getpid()))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _begin(folder: str, parent_pid: int) -> None:
     """In a worker, before its first job."""
+    _end_with(parent_pid)
     import torch
     import triton
 
     torch.set_num_threads(1)
     triton.knobs.cache.dir = str(Path(folder).absolute())
+
+
+def _end_with(parent_pid: int) -> None:
+    """In a process that works for the table: it ends with it, and an interrupt is the table's to hear."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent_pid)
 
 
 def selected(only: str) -> Iterator[tuple[int, Case, int, torch.dtype]]:
@@ -148,14 +185,19 @@ def selected(only: str) -> Iterator[tuple[int, Case, int, torch.dtype]]:
             yield from ((case_no, case, dtype_no, dtype) for dtype_no, dtype in enumerate(case.dtypes))
 
 
-def interpreted_errors(only: str) -> Iterator[float]:
+def interpreted_errors(only: str) -> Generator[float, None, None]:
     """Errors in the order of `selected`, as a child computes them. Raises RuntimeError if it fails."""
     command = [sys.executable, "-P", "-m", "preload.bench.kernels_table", "--errors", "--only", only]
+    command += ["--parent", str(os.getpid())]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
         assert child.stdout is not None
-        for line in child.stdout:
-            yield json.loads(line)
+        try:
+            for line in child.stdout:
+                yield json.loads(line)
+        except BaseException:  # nobody reads the rest
+            child.kill()
+            raise
     if child.returncode:
         raise RuntimeError(f"the interpreting process failed with exit code {child.returncode}")
 
