@@ -137,14 +137,20 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: CacheError) -> NoReturn:
-    info = wire.error_info(error)
-    info.message = _shorten(info.message, _MAX_MESSAGE_BYTES)
-    for key, value in info.fields.items():
-        info.fields[key] = _shorten(value, _MAX_FIELD_BYTES)
+    info = shortened(error)
     trailer = ((ERROR_TRAILER, info.SerializeToString()),)
     status = grpc.StatusCode[error.status]
     await context.abort(status, _shorten(info.message, _MAX_STATUS_BYTES), trailing_metadata=trailer)
     raise AssertionError("abort raises")
+
+
+def shortened(error: CacheError) -> weight_cache_pb2.ErrorInfo:
+    """An error as it fits into a trailer."""
+    info = wire.error_info(error)
+    info.message = _shorten(info.message, _MAX_MESSAGE_BYTES)
+    for key, value in list(info.fields.items()):  # who changes a map of protobuf under its iterator passes some over
+        info.fields[key] = _shorten(value, _MAX_FIELD_BYTES)
+    return info
 
 
 def _shorten(text: str, limit_bytes: int) -> str:
