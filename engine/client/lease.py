@@ -1,7 +1,8 @@
 """A lease: the right to use a generation, as long as its stream is open.
 
 When the stream breaks because the daemon went away, the mappings stay valid and the holder goes on; a thread asks
-the daemon for a new lease on the same generation until one answers.
+the daemon for a new lease on the same generation until one answers. Memory behind IPC handles is mapped by leave of
+the daemon: if the lease itself is not had again, somebody may have freed it, and that is the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any
 
 import grpc
 
-from preload.engine.errors import DaemonError, DaemonUnreachableError, PreloadError
+from preload.engine.cuda.mapping import CUDA_IPC
+from preload.engine.errors import (
+    DaemonError,
+    DaemonUnreachableError,
+    LoadFailedError,
+    NotResidentError,
+    PreloadError,
+    RetiringError,
+)
 from preload.engine.timeline import Phase
 from preload.protos import weight_cache_pb2 as pb
 from preload.protos import weight_cache_pb2_grpc as pb_grpc
@@ -28,14 +37,15 @@ _FIRST_RECLAIM_S = 0.02
 _MAX_RECLAIM_S = 0.25
 _MAX_REFUSED_S = 5.0
 _RECLAIM_ANSWER_S = 30.0
+_GONE = (NotResidentError, LoadFailedError, RetiringError)
 
 
 @dataclass(frozen=True)
 class LeaseEvent:
     """`kind` is "retiring", "superseded", "draining", "lost" (no daemon), "reclaimed", or "refused" (the daemon is
     back and does not have the generation; `detail` says why, and the lease goes on asking), "failed" (the memory is
-    gone, as `detail` says: no tensor may be used any more). `detail` of "superseded" is the successor's id, of
-    "reclaimed" the daemon's epoch."""
+    gone, or may be, as `detail` says: no tensor may be used any more). `detail` of "superseded" is the successor's
+    id, of "reclaimed" the daemon's epoch."""
 
     kind: str
     detail: str = ""
@@ -159,6 +169,8 @@ class Lease:
             try:
                 attached = self._ask_again()
             except PreloadError as refusal:
+                if self._lives_by_lease and isinstance(refusal, _GONE):
+                    return self._end(refusal.message)
                 if refusal.message != last_refusal:
                     log.warning("the daemon is back without this generation: %s", refusal.message)
                     self._emit(LeaseEvent("refused", refusal.message))
@@ -166,10 +178,22 @@ class Lease:
                 continue
             if attached is None:
                 continue
+            if self._lives_by_lease and attached.lease_id != self.attached.lease_id:
+                return self._end("the daemon is back without this lease, and may have freed its memory: attach again")
             self.attached = attached
             self._stream.send(self._report())
             self._emit(LeaseEvent("reclaimed", str(attached.epoch)))
             return True
+        return False
+
+    @property
+    def _lives_by_lease(self) -> bool:
+        """Whether the memory is that of a holder, freed when no lease is on it."""
+        return any(segment.backend == CUDA_IPC for segment in self.attached.segments)
+
+    def _end(self, reason: str) -> bool:
+        self._stream.close()
+        self._emit(LeaseEvent("failed", reason))
         return False
 
     def _ask_again(self) -> pb.Attached | None:

@@ -39,7 +39,8 @@ def backend() -> str:
 def make_kept(make_daemon: Callable[..., Any]) -> Callable[..., Any]:
     """Keepers of daemons with holders."""
     command = [sys.executable, "-P", "-m", "preload.cli.main", "daemon"]
-    return lambda: make_daemon(*IPC, command=[sys.executable, str(FAKES / "run_keeper.py"), json.dumps(command)])
+    keeper = [sys.executable, str(FAKES / "run_keeper.py"), json.dumps(command)]
+    return lambda *options: make_daemon(*IPC, *options, command=keeper)
 
 
 def list_of(daemon: Any) -> Any:
@@ -177,6 +178,49 @@ def test_a_kept_holder_ends_when_the_keeper_is_gone_as_well(
     assert holder.is_alive, "the keeper may come back with a daemon"
     wait_for(lambda: not holder.is_alive, "the holder to give up")
     assert machine.used_bytes(0) == 0
+
+
+def test_whoever_maps_memory_that_the_next_daemon_knows_nothing_of_is_told(
+    machine: Any, device: str, make_kept: Any, raw_checkpoint: Path, load_on: Any, hold: Any, owner_pid: Any,
+    wait_for: Any,
+) -> None:  # fmt: skip
+    """Daemon and keeper die, and the holder does not: the next daemon frees what it finds there."""
+    kept = make_kept()
+    load_on(kept, raw_checkpoint, device)
+    importer, holder = hold(kept, raw_checkpoint, recipe=RAW, device=device), owner_pid(kept)
+    pid = list_of(kept).pid
+    kept.kill()
+    os.kill(pid, signal.SIGKILL)
+    kept.start()
+    assert (importer.event()[0], importer.event()[0]) == ("lost", "failed")
+    load_on(kept, raw_checkpoint, device)
+    assert owner_pid(kept) == holder
+    assert hold(kept, raw_checkpoint, recipe=RAW, device=device).ask("touch") > 0
+    importer.end()
+    wait_for(lambda: machine.used_bytes(0) == GRANULARITY, "the memory that it mapped to be back")
+    os.kill(holder, signal.SIGKILL)  # which would wait for a keeper
+
+
+def test_whoever_comes_back_after_its_lease_has_ended_is_told_that_its_memory_may_be_freed(
+    machine: Any, device: str, make_kept: Any, raw_checkpoint: Path, load_on: Any, hold: Any, owner_pid: Any,
+    wait_for: Any,
+) -> None:  # fmt: skip
+    """It was stopped for longer than a daemon waits for it; the generation was evicted, and is there again."""
+    kept = make_kept("--reclaim-timeout-s", "0.2")
+    loaded = load_on(kept, raw_checkpoint, device)
+    importer = hold(kept, raw_checkpoint, recipe=RAW, device=device)
+    importer.process.send_signal(signal.SIGSTOP)
+    pid = list_of(kept).pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: _pid_of(kept) not in (0, pid), "the next life")
+    wait_for(lambda: not any(g.leases for g in kept.generations()), "the lease to end")
+    with kept.control() as control:
+        control.evict(make_selector(generation_id=loaded.id))
+    assert load_on(kept, raw_checkpoint, device).id == loaded.id
+    importer.process.send_signal(signal.SIGCONT)
+    assert (importer.event()[0], importer.event()[0]) == ("lost", "failed")
+    wait_for(lambda: not any(g.leases for g in kept.generations()), "it to leave")
+    os.kill(owner_pid(kept), signal.SIGKILL)  # which would wait for a keeper
 
 
 def test_memory_is_freed_with_its_last_view_and_not_before(
