@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 COMMANDS = {
     "daemon": "keep weights resident: run the weight-cache daemon",
     "keeper": "run the daemon, and hold its weights while it restarts",
+    "holder": "own the memory of one GPU behind IPC handles, so that it outlives the daemon",
     "template": "keep an engine core's imports ready, and fork cores from them",
     "load": "make a checkpoint resident",
     "serve": "serve a resident model with an OpenAI-compatible API",

@@ -1,6 +1,7 @@
 """A holder: owns a context on one GPU and the memory behind IPC handles, so that these outlive the daemon.
 
     python -m preload.daemon.holder --runtime-dir DIR --device cuda:GPU-… [--control-fd N]
+    preload holder --runtime-dir DIR --device DEVICE          (systemd/preload-holder@.service)
 
 The daemon starts it when cuda_ipc memory of a device is first asked for, and speaks to it over one connection at a
 time (protos/holder.proto): first the inherited one, in later lives one to the holder's socket. Only the daemon's own
@@ -33,6 +34,7 @@ from . import runtime_folder
 from .doors import is_owner, peer_of
 from .errors import BadRequestError, CacheError, DeviceError, InternalError, NotAllowedError, TooManyError
 from .holder_blocks import Block, Blocks
+from .notify import Notifier
 from .runtime_folder import DAEMON_LOCK, KEEPER_LOCK
 
 log = logging.getLogger(__name__)
@@ -228,6 +230,8 @@ def run(runtime_dir: str, device: str, control_fd: int | None = None) -> int:
     with runtime_folder.locked(folder, lock_name, f"another holder of {device} serves in"):
         holder = Holder(folder, folder / socket_name, control, device)
         try:
+            if control is None and holder.failure is None:
+                Notifier.from_environment().ready(f"holds memory of {device}")
             return holder.run()
         finally:
             holder.close()

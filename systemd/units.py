@@ -15,6 +15,7 @@ from pathlib import Path
 UNITS = "etc/systemd/system"
 _PLACES = {
     "preload.service": f"{UNITS}/preload.service",
+    "preload-holder@.service": f"{UNITS}/preload-holder@.service",
     "preload-template.service": f"{UNITS}/preload-template.service",
     "preload-engine@.service": f"{UNITS}/preload-engine@.service",
     "preload-engine@.socket": f"{UNITS}/preload-engine@.socket",

@@ -25,7 +25,8 @@ settings.register_profile("preload", deadline=None, suppress_health_check=[Healt
 settings.load_profile("preload")
 
 DEADLINE_S = 60.0
-_SLOW = {"test_chaos", "test_recipe_quality", "test_scheduler_long", "test_systemd", "test_triton_matrix"}
+_SLOW = {"test_chaos", "test_recipe_quality", "test_scheduler_long", "test_triton_matrix"}
+_SLOW |= {"test_systemd", "test_systemd_holder"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "host_only: tests what only memory of the host has, or says")
-    text = "by_descriptor: memory goes on without lease or daemon, or by the hand-over, as that of a holder does not"
+    text = "by_descriptor: memory goes on without lease or daemon, comes by the hand-over, or to other users and "
+    text += "namespaces, as that of a holder does not"
     config.addinivalue_line("markers", text)
     if (backend := config.getoption("--on")) == "host":
         return
@@ -62,6 +64,11 @@ def tested_device() -> str:
 def tested_backend() -> str:
     """How it is shared: "host", "cuda_vmm" or "cuda_ipc"."""
     return os.environ.get("FAKE_CUDA_ON", "host").partition("=")[0]
+
+
+@pytest.fixture(name="tested_device")
+def tested_device_fixture() -> str:
+    return tested_device()
 
 
 @pytest.fixture(name="tested_backend")
@@ -147,6 +154,11 @@ class DaemonUnderTest:
     def generations(self) -> list[Any]:
         with self.control() as control:
             return list(control.list().generations)
+
+    def loaders(self) -> list[int]:
+        """The processes of loads under way: its children, but for one that holds memory of a GPU."""
+        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [int(pid) for pid in pids if b"preload.daemon.holder" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def device(self) -> Any:
         with self.control() as control:
@@ -278,7 +290,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("by_descriptor") and tested_backend() == "cuda_ipc":
             item.add_marker(
                 pytest.mark.skip(
-                    reason="memory of a holder has no descriptors, and ends with the last lease and its daemon"
+                    reason="memory of a holder has no descriptors, is for its own user and namespaces, and ends with "
+                    "the last lease and its daemon"
                 )
             )
         if item.path.parent.name == "fuzz" or item.path.stem in _SLOW or item.path.stem.startswith("test_failpoints"):

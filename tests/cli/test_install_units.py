@@ -13,6 +13,7 @@ from preload.systemd.units import UnitError, quoted_command, write_units
 
 UNITS = {
     "preload.service",
+    "preload-holder@.service",
     "preload-template.service",
     "preload-engine@.service",
     "preload-engine@.socket",

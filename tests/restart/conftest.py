@@ -25,6 +25,11 @@ def _load_fake(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
+def load_fake() -> Callable[[str], Any]:
+    return _load_fake
+
+
+@pytest.fixture(scope="module")
 def box(wait_for: Callable[..., Any]) -> Iterator[Any]:
     """A systemd that the tests of a module share."""
     with _load_fake("systemd_box").boot(wait_for) as made:

@@ -89,11 +89,12 @@ class Service:
     def status(self) -> dict[str, Any]:
         """As `preload status` sees it, once the daemon answers."""
 
-        def answer() -> str:
+        def answer() -> dict[str, Any] | None:
             words = ("status", "--runtime-dir", RUNTIME_DIR, "--json")
-            return str(self.box.run(PRELOAD, *words, user="preload", check=False))
+            said: dict[str, Any] = json.loads(self.box.run(PRELOAD, *words, user="preload", check=False))
+            return said if "epoch" in said else None
 
-        status: dict[str, Any] = json.loads(self._wait_for(answer, "the daemon to answer"))
+        status: dict[str, Any] = self._wait_for(answer, "the daemon to answer")
         return status
 
     def hold(self) -> Holder:
