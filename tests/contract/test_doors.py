@@ -78,6 +78,7 @@ def test_nobody_else_comes_in_by_default(make_open_daemon: Callable[..., Any], r
     assert as_user(CONNECT, daemon.runtime_dir, uid=NOBODY) == [13, 13]
 
 
+@pytest.mark.by_descriptor
 def test_an_allowed_user_attaches_and_another_does_not(
     make_open_daemon: Callable[..., Any], raw_checkpoint: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_an_allowed_user_attaches_and_another_does_not(
     assert as_user(CONNECT, daemon.runtime_dir, uid=STRANGER, gid=NOBODY) == [13, 13]
 
 
+@pytest.mark.by_descriptor
 def test_members_of_an_allowed_group_attach_by_their_first_group_or_a_further_one(
     make_open_daemon: Callable[..., Any], raw_checkpoint: Path
 ) -> None:
@@ -121,6 +123,7 @@ print(json.dumps([
     assert as_user(script, daemon.runtime_dir, uid=NOBODY) == ["PermissionError"] * 6
 
 
+@pytest.mark.by_descriptor
 def test_a_reload_shuts_out_a_user_who_is_inside(
     make_open_daemon: Callable[..., Any], raw_checkpoint: Path, tmp_path: Path, wait_for: Callable[..., Any]
 ) -> None:
@@ -169,6 +172,7 @@ def test_an_impossible_id_is_refused_by_name(make_daemon: Callable[..., Any]) ->
     assert "Traceback" not in daemon.log
 
 
+@pytest.mark.by_descriptor
 def test_a_process_with_too_many_connections_loses_the_newest_and_others_are_served(
     make_open_daemon: Callable[..., Any], raw_checkpoint: Path, wait_for: Callable[..., Any]
 ) -> None:
@@ -202,6 +206,7 @@ with attach(generation_id=sys.argv[2], runtime_dir=sys.argv[1], tensors="buffers
     assert daemon.generations()[0].state == pb.GENERATION_STATE_READY
 
 
+@pytest.mark.by_descriptor
 def test_another_user_cannot_have_all_leases(
     make_open_daemon: Callable[..., Any], raw_checkpoint: Path, wait_for: Callable[..., Any]
 ) -> None:
@@ -264,6 +269,7 @@ os._exit(0)
         process.communicate("", timeout=DEADLINE_S)
 
 
+@pytest.mark.by_descriptor
 def test_another_user_has_half_of_the_hand_overs(make_open_daemon: Callable[..., Any], raw_checkpoint: Path) -> None:
     daemon = make_open_daemon("--allow-uids", str(NOBODY))
     loaded = daemon.load(raw_checkpoint, model="raw")
@@ -301,6 +307,7 @@ sys.stdin.read()
         process.communicate("", timeout=DEADLINE_S)
 
 
+@pytest.mark.by_descriptor
 def test_processes_that_the_daemon_cannot_tell_apart_are_not_taken_for_one(
     make_daemon: Callable[..., Any], raw_checkpoint: Path, wait_for: Callable[..., Any]
 ) -> None:

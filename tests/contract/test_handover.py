@@ -63,6 +63,7 @@ def ticket_packet(ticket: bytes) -> bytes:
     return pb.HandoverRequest(ticket=ticket).SerializeToString()
 
 
+@pytest.mark.by_descriptor
 def test_a_ticket_gives_every_segment_once(daemon: Any, open_lease: Callable[[Any], Any]) -> None:
     _, attached = open_lease(daemon)
     answer, sizes = present(daemon, ticket_packet(attached.ticket))
@@ -73,6 +74,7 @@ def test_a_ticket_gives_every_segment_once(daemon: Any, open_lease: Callable[[An
     assert nothing == []
 
 
+@pytest.mark.host_only
 def test_the_descriptors_cannot_be_written_or_resized(daemon: Any, open_lease: Callable[[Any], Any]) -> None:
     import mmap
 
@@ -108,6 +110,7 @@ def test_a_packet_that_is_no_request_is_refused(daemon: Any) -> None:
     assert sizes == []
 
 
+@pytest.mark.by_descriptor
 def test_a_packet_that_is_too_large_is_refused(daemon: Any, open_lease: Callable[[Any], Any]) -> None:
     """Also when it begins with a good ticket, which stays good."""
     _, attached = open_lease(daemon)
@@ -119,6 +122,7 @@ def test_a_packet_that_is_too_large_is_refused(daemon: Any, open_lease: Callable
     assert present(daemon, packet)[1]
 
 
+@pytest.mark.by_descriptor
 def test_silent_and_vanishing_peers_block_nobody(
     make_daemon: Callable[..., Any], gate: Any, open_lease: Callable[[Any], Any]
 ) -> None:
@@ -148,6 +152,7 @@ def test_the_ticket_of_an_ended_lease_is_refused(
     assert present(daemon, ticket_packet(attached.ticket))[0].error.reason == pb.BAD_TICKET
 
 
+@pytest.mark.by_descriptor
 def test_an_expired_ticket_is_refused_and_its_lease_lives_on(
     make_daemon: Callable[..., Any], open_lease: Callable[[Any], Any]
 ) -> None:
@@ -171,6 +176,7 @@ print(data.hex(), len(fds))
 """
 
 
+@pytest.mark.by_descriptor
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_another_user_gets_descriptors_only_if_allowed(

@@ -19,8 +19,8 @@ from preload.engine.recipe import Recipe
 from preload.protos import weight_cache_pb2 as pb
 
 FAKES = Path(__file__).parents[1] / "fakes"
-NUM_PATHS, NUM_CLIENTS = 150, 90
-"""A connection has 100 streams."""
+NUM_PATHS, NUM_CLIENTS = 150, 45
+"""A connection has 100 streams, and one that has just ended is still among them while the next one begins."""
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="only root can mount, with /dev/fuse"

@@ -18,12 +18,6 @@ def daemon(make_shared_daemon: Callable[..., Any]) -> Any:
     return make_shared_daemon()
 
 
-def children(pid: int) -> list[int]:
-    """A daemon's loaders: a holder of device memory is none."""
-    words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(word) for word in words if b"daemon.holder" not in Path(f"/proc/{word}/cmdline").read_bytes()]
-
-
 def num_loaders_started(daemon: Any) -> int:
     """Loaders report their phases: each generation made by one has them, so serials count loads that began."""
     return max((generation.serial for generation in daemon.generations()), default=0)
@@ -68,7 +62,7 @@ def test_two_loads_at_once_share_one_loader(
     calls = [start_load(gated_daemon, raw_checkpoint, model="raw") for _ in range(2)]
     pid = gate.loader_pid()
     wait_for(lambda: all(call.progress for call in calls), "both callers to hear of the load")
-    assert children(gated_daemon.pid) == [pid]
+    assert gated_daemon.loaders() == [pid]
     assert [g.state for g in gated_daemon.generations()] == [pb.GENERATION_STATE_LOADING]
     gate.open()
     ids = {call.join().loaded.id for call in calls}
@@ -97,7 +91,7 @@ def test_a_load_that_its_only_caller_cancels_leaves_nothing_but_the_reason(
     gate.loader_pid()
     assert gated_daemon.device().reserved_bytes > 0
     call.call.cancel()
-    wait_for(lambda: not children(gated_daemon.pid), "the loader to be gone")
+    wait_for(lambda: not gated_daemon.loaders(), "the loader to be gone")
     wait_for(lambda: gated_daemon.device().reserved_bytes == 0, "the memory to be back")
     (failed,) = gated_daemon.generations()
     assert failed.state == pb.GENERATION_STATE_FAILED
@@ -172,7 +166,7 @@ def test_evicting_a_load_under_way_tells_its_callers(
     assert call.join().error.code() is grpc.StatusCode.ABORTED
     assert "was evicted" in call.error.details()
     assert gated_daemon.generations() == []
-    assert children(gated_daemon.pid) == []
+    assert gated_daemon.loaders() == []
     assert gated_daemon.device().reserved_bytes == 0
 
 
@@ -213,7 +207,7 @@ def test_an_oversized_recipe_is_refused(daemon: Any, stub_of: Callable[[Any], An
     with pytest.raises(grpc.RpcError) as refusal:
         list(stub_of(daemon).Load(pb.LoadRequest(checkpoint_path=str(raw_checkpoint), recipe=recipe), timeout=60))
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert children(daemon.pid) == []
+    assert daemon.loaders() == []
 
 
 def test_an_unknown_device_is_refused(daemon: Any, stub_of: Callable[[Any], Any], raw_checkpoint: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_model_that_is_still_loading_is_missing(
 
 
 def test_metrics_tell_of_residents_leases_attaches_and_loads(
-    daemon: Any, raw_checkpoint: Path, tmp_path: Path
+    daemon: Any, raw_checkpoint: Path, tmp_path: Path, tested_device: str
 ) -> None:
     loaded = daemon.load(raw_checkpoint, model="raw")
     bad = tmp_path / "bad.safetensors"
@@ -124,9 +124,10 @@ def test_metrics_tell_of_residents_leases_attaches_and_loads(
         assert metric(daemon, "preload_leases") == 1
     labels = f'{{generation="{loaded.id[:12]}",path="{raw_checkpoint}"}}'
     assert metric(daemon, f"preload_generation_bytes{labels}") == loaded.resident_bytes
-    assert metric(daemon, 'preload_device_resident_bytes{device="host"}') == loaded.resident_bytes
-    assert metric(daemon, 'preload_device_reserved_bytes{device="host"}') == 0
-    assert metric(daemon, 'preload_device_capacity_bytes{device="host"}') == daemon.device().capacity_bytes
+    device = f'{{device="{tested_device}"}}'
+    assert metric(daemon, f"preload_device_resident_bytes{device}") == loaded.resident_bytes
+    assert metric(daemon, f"preload_device_reserved_bytes{device}") == 0
+    assert metric(daemon, f"preload_device_capacity_bytes{device}") == daemon.device().capacity_bytes
     assert metric(daemon, 'preload_generations{state="READY"}') == 1
     assert metric(daemon, 'preload_generations{state="FAILED"}') == 1
     assert metric(daemon, "preload_attaches_total") == 1

@@ -176,10 +176,10 @@ def test_loads_that_die_are_cancelled_or_find_no_room_have_codes_of_their_own(
     make_daemon: Callable[..., Any], gate: Any, raw_checkpoint: Path, sparse_checkpoint: Callable[..., Path],
     start_load: Callable[..., Any],
 ) -> None:  # fmt: skip
-    daemon = make_daemon("--host-limit", "1M", command=gate.command())
-    large = preload(daemon, "load", str(sparse_checkpoint(1, 2 << 20)), "--model", "raw")
+    daemon = make_daemon("--host-limit", "3M", command=gate.command())
+    large = preload(daemon, "load", str(sparse_checkpoint(1, 4 << 20)), "--model", "raw")
     assert large.returncode == 18
-    assert "limit of 1,048,576 bytes" in large.stderr
+    assert "limit of 3,145,728 bytes" in large.stderr
     gate.set("crash", "out of luck")
     died = preload(daemon, "load", str(raw_checkpoint), "--model", "raw")
     assert died.returncode == 19

@@ -192,6 +192,8 @@ def _call_names() -> list[str]:
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cuda-machine-") as folder:
         machine = Machine(Path(folder), [Gpu(4 * GIB)])
+        os.chmod(folder, 0o755)  # as a real device is everybody's
+        machine.path.chmod(0o666)
         env = {**os.environ, **machine.env, "FAKE_CUDA_DEVICE": machine.device()}
         return subprocess.run(sys.argv[1:], env=env).returncode
 

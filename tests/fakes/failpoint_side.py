@@ -100,6 +100,20 @@ def memfds(pid: int | str = "[0-9]*", name: str = "") -> list[str]:
     return sorted(found)
 
 
+def has_device_descriptors() -> bool:
+    """Whether segments are an (emulated) device's, by descriptors."""
+    return os.environ.get("FAKE_CUDA_ON", "host").startswith("cuda_vmm=")
+
+
+def num_device_descriptors(pid: int) -> int:
+    """Segments of emulated devices that a process has descriptors of."""
+    count = 0
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(entry).startswith("/memfd:fakecuda:")
+    return count
+
+
 @dataclass
 class Weights:
     """A raw checkpoint of a name that no other test has, so that its segments can be found in /proc."""
@@ -199,9 +213,12 @@ class Kept:
             wanted += [f"{i}:{Path(g.checkpoint_paths[0]).name}" for g in live for i in range(g.num_segments)]
         if self.has_keeper:
             wanted += ["catalog", *["manifest"] * len(live)]
+        num_on_device = sum(g.num_segments for g in live) if has_device_descriptors() else 0
         for who, pid in (("daemon", daemon), ("keeper", self.under.pid)):
             if memfds(pid) != sorted(wanted):
                 return f"the {who} has {memfds(pid)}, and {sorted(wanted)} is wanted"
+            if num_device_descriptors(pid) != num_on_device:
+                return f"the {who} has {num_device_descriptors(pid)} segments of the device, not {num_on_device}"
         return ""
 
     def end(self) -> None:

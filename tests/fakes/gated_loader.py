@@ -1,6 +1,6 @@
 """The real loader, held up or made to misbehave by files in the folder that is its first argument.
 
-stop_at   a number: once so many bytes are read, the next read waits until this file is gone
+stop_at   a number: once so many bytes are asked for, the next read waits until this file is gone
 waiting   written by the loader while it waits: its process id
 lie       the manifest gets a wrong digest for its first tensor, as if memory had changed after the commit
 crash     says its content on stderr and exits with status 3 instead of loading
@@ -35,14 +35,14 @@ def _hold_reads(folder: Path, limit_bytes: int) -> None:
 
     def held(*arguments: Any) -> int:
         nonlocal num_bytes
-        if num_bytes >= limit_bytes:
+        with lock:  # of several threads no two are the last that may read
+            is_open = num_bytes < limit_bytes
+            num_bytes += sum(memoryview(buffer).nbytes for buffer in arguments[1]) if is_open else 0
+        if not is_open:
             (folder / "waiting").write_text(str(os.getpid()))
             while (folder / "stop_at").exists():
                 time.sleep(0.002)
-        count = read(*arguments)
-        with lock:
-            num_bytes += count
-        return count
+        return read(*arguments)
 
     os.preadv = held
 

@@ -77,7 +77,7 @@ def _private_bytes() -> int:
     with open("/proc/self/smaps") as lines:
         for line in lines:
             if line[0] in "0123456789abcdef":
-                is_segment = "/memfd:preload:" in line
+                is_segment = "/memfd:preload:" in line or "/memfd:fakecuda:" in line
             elif line.startswith(("Private_Dirty:", "Private_Clean:")) and not is_segment:
                 total += int(line.split()[1]) * 1024
     return total

@@ -38,9 +38,15 @@ class Scene:
         assert self.resident.is_in(self.attached)
         with self.kept.attach(self.resident):
             pass
-        self.attached.close()
+        self.let_go()
         self.kept.settled(num_leases=0)
         self.kept.end()
+
+    def let_go(self) -> None:
+        """Of the lease: memory of a holder is leased as long as anything refers to it."""
+        attached, self.attached = self.attached, None
+        if attached is not None:
+            attached.close()
 
 
 @pytest.fixture
@@ -48,9 +54,10 @@ def scene(kept: Any, make_weights: Callable[[str], Any]) -> Iterator[Scene]:
     resident, weights = make_weights("resident"), make_weights("raw")
     kept.weights += [resident, weights]
     kept.under.load(resident.path, model="raw")
-    with kept.attach(resident) as attached:
-        kept.settled(num_leases=1)
-        yield Scene(kept, resident, attached, weights)
+    made = Scene(kept, resident, kept.attach(resident), weights)
+    kept.settled(num_leases=1)
+    yield made
+    made.let_go()
 
 
 @pytest.mark.parametrize(("name", "skip"), [("keeper.storing", 0), ("keeper.storing", 1), ("keeper.stored", 1)])
@@ -106,6 +113,7 @@ def test_a_daemon_is_adopted_by_the_keeper_after_one_that_is_killed_at_it(scene:
     scene.check()
 
 
+@pytest.mark.by_descriptor
 @pytest.mark.parametrize("name", ["keeper.daemon_died", "keeper.daemon_buried"])
 def test_weights_that_lost_daemon_and_keeper_are_gone_but_for_those_who_map_them(scene: Scene, name: str) -> None:
     scene.kept.points.arm(name)
