@@ -53,13 +53,14 @@ def run(checkpoint: str, num_attaches: int = 50) -> dict[str, Any]:
 _NUM_TENSORS = (10, 1000, 10_000)
 
 
-def run_device(device: str, num_attaches: int = 50) -> dict[str, Any]:
+def run_device(device: str, num_attaches: int = 50, device_memory: str = "cuda_vmm") -> dict[str, Any]:
     """Driver calls and milliseconds of an attach to memory of a GPU, by number of tensors.
 
-    Tensors are arrays of device memory: binding them to torch is what the host's figures show."""
+    `device_memory` is how it is shared: "cuda_vmm" or "cuda_ipc". Calls are those of mapping and unmapping. Tensors
+    are arrays of device memory: binding them to torch is what the host's figures show."""
     name = resolve_device(device)
     calls, by_tensors = shared_driver().calls, {}
-    with PrivateDaemon("--device-limit", "95%") as daemon:
+    with PrivateDaemon("--device-limit", "95%", "--device-memory", device_memory) as daemon:
         for num_tensors in _NUM_TENSORS:
             path = write_synthetic(daemon.folder / f"{num_tensors}.safetensors", num_tensors, 4096)
             tell(f"loading {num_tensors} tensors on {name}")
@@ -68,7 +69,7 @@ def run_device(device: str, num_attaches: int = 50) -> dict[str, Any]:
             (seconds,) = _measure(daemon, [(str(path), RAW)], num_attaches, device=name, tensors="device")
             made = (sum(calls.values()) - before) / (num_attaches + 1)
             by_tensors[str(num_tensors)] = {"driver_calls": made, **summary_ms(seconds)}
-    return {"machine": machine(), "device": name, "by_tensors": by_tensors}
+    return {"machine": machine(), "device": name, "device_memory": device_memory, "by_tensors": by_tensors}
 
 
 def _load(daemon: PrivateDaemon, path: str, recipe: Recipe, device: str = "host") -> None:

@@ -30,6 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     attach = commands.add_parser("attach", help="connect to all tensors bound, by size and by number of tensors")
     attach.add_argument("-n", type=positive, default=50, metavar="COUNT", help="attaches of each kind (default: 50)")
     add_device(attach, "host")
+    attach.add_argument(
+        "--device-memory",
+        choices=("cuda_vmm", "cuda_ipc"),
+        default="cuda_vmm",
+        help="how memory of a GPU is shared, as `preload daemon` has it (default: cuda_vmm)",
+    )
     restart = commands.add_parser("restart", help="SIGKILL of the core to the next token, against a cold start")
     restart.add_argument("-n", type=positive, default=5, metavar="COUNT", help="restarts (default: 5)")
     restart.add_argument("--svg", metavar="FILE", help="write the phases as a picture")
@@ -84,8 +90,10 @@ def _measure(arguments: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
         from preload.bench.attach import run as measure_attach
         from preload.bench.attach import run_device
 
-        is_host = arguments.device == "host"
-        result = measure_attach(checkpoint, arguments.n) if is_host else run_device(arguments.device, arguments.n)
+        if arguments.device == "host":
+            result = measure_attach(checkpoint, arguments.n)
+        else:
+            result = run_device(arguments.device, arguments.n, arguments.device_memory)
     elif arguments.what == "memory":
         from preload.bench.memory import run as measure_memory
 
@@ -179,7 +187,8 @@ def _print_attach(result: dict[str, Any]) -> None:
             [tensors, f"{found['driver_calls']:.0f}", f"{found['p50_ms']:.2f}", f"{found['p99_ms']:.2f}"]
             for tensors, found in result["by_tensors"].items()
         ]
-        print(table((f"tensors on {result['device']}", "driver calls", "p50 ms", "p99 ms"), rows))
+        what = f"tensors on {result['device']} ({result['device_memory']})"
+        print(table((what, "driver calls", "p50 ms", "p99 ms"), rows))
         return
     names = ("real_model", "synthetic_1_gib", "synthetic_8_gib", "tensors_10000")
     rows = [[name, *(f"{result[name][key]:.2f}" for key in ("p50_ms", "p99_ms", "min_ms"))] for name in names]

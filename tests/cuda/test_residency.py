@@ -313,11 +313,13 @@ def test_the_daemon_does_not_know_the_device(daemon: Any, raw_checkpoint: Path, 
     assert all(g.device != unknown for g in daemon.generations())
 
 
-def test_the_bench_shows_that_driver_calls_do_not_grow_with_tensors(cli: Any, machine: Any, demo_model: Path) -> None:
+def test_the_bench_shows_that_driver_calls_do_not_grow_with_tensors(
+    cli: Any, machine: Any, demo_model: Path, backend: str
+) -> None:
     words = ("bench", "attach", "--device", "cuda:1", "-n", "2", "--json", "--checkpoint", str(demo_model))
-    done = cli(*words)
+    done = cli(*words, "--device-memory", backend)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["device"] == machine.device(1)
+    assert (result["device"], result["device_memory"]) == (machine.device(1), backend)
     assert len(result["by_tensors"]) == 3
     assert len({found["driver_calls"] for found in result["by_tensors"].values()}) == 1
