@@ -20,6 +20,7 @@ from preload.engine.models.decoder import Decoder
 
 from .batch import PersistentBatch
 from .grammar import Grammar, GrammarCompiler
+from .graphs import DecodeGraphs
 from .invariants import check_batch, check_scheduler
 from .kv_cache import BlockPool, KVCache
 from .logprobs import collect_prompt_logprobs
@@ -241,18 +242,25 @@ class EngineCore:
         """Decode steps on the present KV cache are replayed, as soon as `capture_graph` has made their graphs."""
         if self.runner.on_device is not None:
             self.runner.on_device.use_graphs(self.cache.layers, self.scheduler.token_budget)
+            if self.speculator is not None:
+                self.speculator.drafter.use_graphs(self.scheduler.token_budget)
 
     @property
     def num_missing_graphs(self) -> int:
-        steps = self.runner.on_device
-        return 0 if steps is None or steps.graphs is None else steps.graphs.num_missing
+        return sum(graphs.num_missing for graphs in self._graphs())
 
     @torch.inference_mode()
     def capture_graph(self) -> None:
-        """Makes the largest graph that is missing. No request's state is touched."""
-        steps = self.runner.on_device
-        if steps is not None and steps.graphs is not None:
-            steps.graphs.capture_next()
+        """Makes the largest graph that is missing, the model's before a drafter's. No request's state is touched."""
+        missing = [graphs for graphs in self._graphs() if graphs.num_missing]
+        if missing:
+            missing[0].capture_next()
+
+    def _graphs(self) -> list[DecodeGraphs]:
+        if self.runner.on_device is None:
+            return []
+        drafter = None if self.speculator is None else self.speculator.drafter.graphs
+        return [graphs for graphs in (self.runner.on_device.graphs, drafter) if graphs is not None]
 
     @torch.inference_mode()
     def largest_steps(self) -> None:

@@ -1,11 +1,12 @@
 """Graphs of decode steps: recorded once, replayed with other inputs, so that a step costs one launch.
 
 Owns which shapes have a graph, the tensors that graphs read, and how a step is padded to the next larger shape. A
-graph is keyed by (num_tokens, num_reqs); a step of another kind, or one that no graph is large enough for, runs
-eagerly. Graphs are captured largest first, all in one memory pool, so that smaller ones live in the memory of the
-first; each after one eager run of its shape on random ids, which compiles its kernels. Who captures is a `Recorder`:
-of torch on a GPU, and in tests whatever notes what it was asked. Invariants: a graph reads only tensors of
-`GraphInputs`; padding writes nothing (slots −1), reads only the null block, and has no tokens (seq_lens 0).
+graph is keyed by (num_tokens, num_reqs): with as many tokens as requests it is for steps of one token each; with
+more, for steps that verify drafts, where tokens are spread among requests as they like. A step that no graph is large
+enough for runs eagerly. Graphs are captured largest first, all in one memory pool, so that smaller ones live in the
+memory of the first; each after one eager run of its shape on random ids, which compiles its kernels. Who captures is
+a `Recorder`: of torch on a GPU, and in tests whatever notes what it was asked. Invariants: a graph reads only tensors
+of `GraphInputs`; padding writes nothing (slots −1), reads only the null block, and has no tokens (seq_lens 0).
 """
 
 from __future__ import annotations
@@ -64,17 +65,29 @@ def decode_sizes(max_num_seqs: int, max_num_tokens: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, *range(8, largest + 1, 8)) if size <= largest} | {largest})
 
 
+def graph_keys(sizes: Sequence[int], num_draft_tokens: int, max_num_tokens: int) -> list[Key]:
+    """The graphs of those numbers of requests, ascending: for a token of each, and, if drafts are verified, for
+    1 + num_draft_tokens of each, as far as a step may be that large."""
+    per_request = 1 + num_draft_tokens
+    verifying = {(size * per_request, size) for size in sizes if size * per_request <= max_num_tokens}
+    return sorted({(size, size) for size in sizes} | verifying)
+
+
 class GraphInputs:
     """The tensors that graphs read, as large as the largest step. Content beyond a step's own is padding."""
 
-    def __init__(self, max_num_reqs: int, max_num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_num_blocks: int, device: torch.device, max_num_tokens: int | None = None
+    ) -> None:
+        """max_num_tokens: by default one for each request."""
         int64, int32 = torch.int64, torch.int32
-        self.input_ids = torch.zeros(max_num_reqs, dtype=int64, device=device)
-        self.positions = torch.zeros(max_num_reqs, dtype=int64, device=device)
+        max_num_tokens = max_num_tokens or max_num_reqs
+        self.input_ids = torch.zeros(max_num_tokens, dtype=int64, device=device)
+        self.positions = torch.zeros(max_num_tokens, dtype=int64, device=device)
         self.query_start_loc = torch.arange(max_num_reqs + 1, dtype=int32, device=device)
         self.seq_lens = torch.zeros(max_num_reqs, dtype=int32, device=device)
         self.block_table = torch.zeros(max_num_reqs, max_num_blocks, dtype=int32, device=device)
-        self.slot_mapping = torch.full((max_num_reqs,), -1, dtype=int64, device=device)
+        self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=int64, device=device)
 
     def fill(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, key: Key) -> None:
         """A step's inputs, padded to the key. Tensors come from anywhere; block tables may be narrower than ours."""
@@ -100,7 +113,8 @@ class GraphInputs:
         longest = self.block_table.shape[1]
         self.input_ids[:num_tokens].random_(0, vocab_size)
         self.positions[:num_tokens].random_(0, longest)
-        self.query_start_loc[: num_reqs + 1].copy_(torch.arange(num_reqs + 1, dtype=torch.int32))
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
+        self.query_start_loc[: num_reqs + 1].copy_(starts)
         self.seq_lens[:num_reqs].fill_(longest)
         self.block_table[:num_reqs].zero_()
         self.slot_mapping[:num_tokens].fill_(-1)
@@ -113,7 +127,7 @@ class GraphInputs:
             seq_lens=self.seq_lens[:num_reqs],
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
-            num_decodes=num_reqs,
+            num_decodes=num_reqs if num_tokens == num_reqs else 0,
         )
         return self.input_ids[:num_tokens], self.positions[:num_tokens], batch
 
@@ -128,11 +142,11 @@ class DecodeGraphs:
     """Graphs of one decoder on one KV cache. A new cache needs new graphs: their addresses are in them."""
 
     def __init__(
-        self, forward: Forward, recorder: Recorder, inputs: GraphInputs, sizes: Sequence[int], vocab_size: int
+        self, forward: Forward, recorder: Recorder, inputs: GraphInputs, keys: Sequence[Key], vocab_size: int
     ) -> None:
         self._forward, self._recorder, self._inputs = forward, recorder, inputs
         self._vocab_size = vocab_size
-        self._missing: list[Key] = sorted((size, size) for size in sizes)
+        self._missing: list[Key] = sorted(keys)
         self._captured: dict[Key, _Captured] = {}
         self.num_replayed = 0
         self.num_eager = 0
@@ -163,11 +177,11 @@ class DecodeGraphs:
     def key_for(self, num_tokens: int, batch: AttentionBatch) -> Key | None:
         """The smallest captured shape that this step fits in; None if it has to run eagerly."""
         num_reqs = batch.seq_lens.shape[0]
-        if not num_reqs or batch.num_decodes != num_reqs or num_tokens != num_reqs:
+        if not num_reqs or batch.block_table.shape[1] > self._inputs.block_table.shape[1]:
             return None
-        if batch.block_table.shape[1] > self._inputs.block_table.shape[1]:
-            return None
-        return min((key for key in self._captured if key[1] >= num_reqs), default=None)
+        decodes = num_tokens == num_reqs == batch.num_decodes
+        kind = (key for key in self._captured if (key[0] == key[1]) == decodes)
+        return min((key for key in kind if key[0] >= num_tokens and key[1] >= num_reqs), default=None)
 
     def run(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor | None:
         """A step's hidden states by replay: dtype[num_tokens, hidden_size], good until the next call. None if there

@@ -85,7 +85,7 @@ def run(config: CoreConfig, timeline: Timeline, imports_start_ns: int) -> int:
     timeline.add("imports", imports_start_ns)
     with timeline.phase("attach"):
         attachment = _attach_target(config)
-        draft = _attach_draft(config) if config.speculate == "draft" else None
+        draft = _attach_draft(config, attachment.device) if config.speculate == "draft" else None
     for weights in filter(None, (attachment, draft)):
         weights.lease.on_event(_end_without_weights)
     weights_bytes = attachment.resident_bytes + (draft.resident_bytes if draft else 0)
@@ -156,8 +156,8 @@ def _end_without_weights(event: LeaseEvent) -> None:
         os._exit(EXIT_NOT_SERVED)
 
 
-def _attach_draft(config: CoreConfig) -> Attachment:
-    """The draft model, under a lease of its own."""
+def _attach_draft(config: CoreConfig, device: str) -> Attachment:
+    """The draft model, under a lease of its own, where the model is."""
     from preload.engine.client import attach
 
     return attach(
@@ -165,7 +165,7 @@ def _attach_draft(config: CoreConfig) -> Attachment:
         generation_id=config.draft_generation_id or None,
         recipe=config.draft_recipe,
         role="draft",
-        device=config.device,
+        device=device,
         runtime_dir=config.runtime_dir or None,
         tensors="torch",
         client="preload engine core, draft model",
@@ -229,19 +229,18 @@ def build_core(
 def _device_steps(
     config: CoreConfig, decoder: Decoder, placement: Placement, max_model_len: int
 ) -> DeviceSteps | None:
-    """What computes steps on a GPU; None on the host. Raises RequestError for what is computed on the host only."""
+    """What computes steps on a GPU; None on the host."""
     from .on_device import DeviceSteps
+    from .speculation.options import num_draft_tokens
 
     if placement.device.type == "cpu":
         return None
-    if config.speculate != "none":
-        raise RequestError("speculation computes on the host only, and these weights are in a GPU's memory; serve "
-                           "without --speculate")  # fmt: skip
     return DeviceSteps(
         decoder,
         placement.device,
         max_num_seqs=config.max_num_seqs,
         max_num_blocks=-(-max_model_len // config.block_size),
+        num_draft_tokens=num_draft_tokens(config.speculate, config.num_draft_tokens),
     )
 
 

@@ -167,6 +167,7 @@ class Sampler:
                 top_k=self._top_k[rows], top_p=self._top_p[rows], seeds=self._seeds[rows],
                 positions=positions, token_hashes=self._token_hashes,
             )  # fmt: skip
+        logits = logits.cpu()  # from wherever they are: this is the host's way to choose
         tokens = argmax_rows(logits)
         largest = logits.gather(1, tokens[:, None]).flatten()
         temperature = self._temperature[rows]

@@ -71,6 +71,8 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch
         out[first:last] = _decode(query[first:last], key_cache, value_cache, batch, first, last)
     for r in range(batch.num_decodes, len(lengths)):
         chunk = slice(starts[r], starts[r + 1])
+        if starts[r] == starts[r + 1]:  # the padding of a graph
+            continue
         out[chunk] = _prefill(query[chunk], key_cache, value_cache, batch.block_table[r], lengths[r])
     return out
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from preload.engine.recipe import Recipe
+
 
 @pytest.fixture
 def start_core(load_module: Callable[[str], Any], tmp_path: Path, wait_for: Any) -> Iterator[Callable[..., Any]]:
@@ -56,3 +58,47 @@ def test_a_core_on_device_memory_answers_as_on_the_host_and_so_does_its_successo
     assert stats.kv_cache_bytes <= kv_bytes < stats.kv_cache_bytes + (2 << 20), "as much again, and no more"
     second.process.kill()
     second.process.wait()
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft", "mtp"])
+def test_a_speculating_core_on_device_memory_says_what_a_plain_one_says(
+    machine: Any,
+    daemon: Any,
+    device: str,
+    tmp_path: Path,
+    load_module: Any,
+    load_on: Any,
+    start_core: Any,
+    method: str,
+) -> None:
+    """With everything on the device: the model, the drafter's weights, and both their keys and values."""
+    checkpoint = tmp_path / "tiny"
+    settings: dict[str, Any] = {"speculate": method, "num_draft_tokens": 3}
+    tiny = load_module("fakes/core_side.py").make_tiny_model()
+    if method == "mtp":
+        load_module("engine/test_mtp.py").HeadedModel(lambda: tiny).save(checkpoint)
+    else:
+        tiny.oracle.save_pretrained(checkpoint)
+    load_on(daemon, checkpoint, device, model="auto")
+    if method == "draft":
+        load_module("fakes/core_side.py").make_tiny_model(num_hidden_layers=1).oracle.save_pretrained(
+            tmp_path / "draft"
+        )
+        with daemon.control() as control:
+            *_, last = control.load(tmp_path / "draft", Recipe(), role="draft", device=device, timeout_s=60)
+        settings["draft_generation_id"] = last.loaded.id
+    prompt = [5, 6, 7, 8] * 4
+    wanted = tiny.greedy(prompt, 24)
+    core = start_core(daemon, checkpoint=str(checkpoint), device=device, **settings)
+    assert core.generate(prompt, max_tokens=24) == wanted
+    stats = core.stats()
+    assert "over the memory of an emulated device" in stats.kernels
+    assert stats.speculation
+    assert sum(stats.num_drafted_tokens) > 0
+    live = machine.process(core.process.pid).live
+    assert live["mappings"] + live["imports"] == (2 if method == "draft" else 1)
+    assert live["allocations"] == (1 if method == "ngram" else 2), (
+        "a drafter's keys and values are on the device, too"
+    )
+    core.process.kill()
+    core.process.wait()

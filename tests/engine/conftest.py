@@ -52,3 +52,6 @@ template = _template_side.template
 start_template = _template_side.start_template
 
 simulate = pytest.fixture(scope="session")(lambda: _load_fake("scheduler_simulator").simulate)
+
+_strict_device = _load_fake("strict_device")
+gpu_of_the_host = _strict_device.gpu_of_the_host

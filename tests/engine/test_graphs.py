@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from preload.engine.core.core import EngineCore
-from preload.engine.core.graphs import DecodeGraphs, GraphInputs, decode_sizes
+from preload.engine.core.graphs import DecodeGraphs, GraphInputs, decode_sizes, graph_keys
 from preload.engine.core.loop import DrainAsked, StepLoop
 from preload.engine.core.on_device import DeviceSteps
 from preload.engine.kernels.attention import AttentionBatch
@@ -76,7 +76,8 @@ def graphs(seen: list[Any]) -> DecodeGraphs:
         seen.append((input_ids.clone(), batch))
         return input_ids[:, None].float()
 
-    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU), decode_sizes(6, 512), 1000)
+    keys = graph_keys(decode_sizes(6, 512), 0, 512)
+    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU), keys, 1000)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,48 @@ def test_the_smallest_graph_that_fits_is_used_and_none_where_none_does(graphs: D
     assert graphs.key_for(0, decodes(0)) is None
     assert graphs.key_for(9, decodes(2, num_tokens=9)) is None, "a prompt in the step"
     assert graphs.key_for(2, decodes(2, width=4)) is None, "more blocks than the graphs' tables hold"
+
+
+def verifying(lengths: list[int], width: int = 2) -> AttentionBatch:
+    """A step with so many tokens of each request."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return AttentionBatch(
+        query_start_loc=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32) + 4,
+        block_table=torch.full((len(lengths), width), 7, dtype=torch.int32),
+        slot_mapping=torch.arange(int(starts[-1])) + 28,
+        num_decodes=sum(length == 1 for length in lengths),
+    )
+
+
+def test_graphs_of_verifying_steps_are_those_of_full_drafts_as_far_as_a_step_may_be_that_large() -> None:
+    assert graph_keys([1, 2, 4, 6], 3, 16) == [(1, 1), (2, 2), (4, 1), (4, 4), (6, 6), (8, 2), (16, 4)]
+    assert graph_keys([1, 2], 7, 7) == [(1, 1), (2, 2)]
+
+
+def test_steps_that_verify_are_padded_in_tokens_and_in_requests(seen: list[Any]) -> None:
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        seen.append((input_ids.clone(), batch))
+        return input_ids[:, None].float()
+
+    keys = graph_keys([1, 2, 4], 2, 512)
+    graphs = DecodeGraphs(forward, FakeRecorder(), GraphInputs(4, 3, CPU, 12), keys, 1000)
+    assert graphs.capture_next() == (12, 4)
+    assert seen[0][1].query_start_loc.tolist() == [0, 3, 6, 9, 12]
+    assert [graphs.capture_next() for _ in keys[1:]] == [(6, 2), (4, 4), (3, 1), (2, 2), (1, 1)]
+    got = graphs.run(torch.arange(6) + 10, torch.zeros(6, dtype=torch.int64), verifying([1, 2, 3]))
+    assert got is not None
+    assert got.flatten().tolist() == [10, 11, 12, 13, 14, 15]
+    ids, batch = seen[-1]
+    assert ids.tolist() == [10, 11, 12, 13, 14, 15, *[0] * 6]
+    assert batch.query_start_loc.tolist() == [0, 1, 3, 6, 6], "tokens beyond are nobody's"
+    assert batch.seq_lens.tolist() == [5, 6, 7, 0]
+    assert batch.slot_mapping.tolist() == [28, 29, 30, 31, 32, 33, *[-1] * 6]
+    assert batch.num_decodes == 0
+    assert graphs.key_for(2, verifying([1, 1])) == (2, 2)
+    assert graphs.key_for(4, verifying([2, 2])) == (6, 2)
+    assert graphs.key_for(7, verifying([4, 3])) == (12, 4), "more tokens of one request than any draft has"
+    assert graphs.key_for(13, verifying([10, 3])) is None
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from preload.engine.core.placement import HostPlacement
 from preload.engine.core.speculation.build import speculate
 from preload.engine.errors import CheckpointError, RequestError
 from preload.engine.models.configs import spec_from_config
@@ -43,6 +45,14 @@ class HeadedModel:
         tensors = {**self.tiny.tensors, **self.tensors}
         spec = replace(self.tiny.spec, num_mtp_layers=1)
         return Decoder(spec, tensors, dict.fromkeys(tensors, "dense"), torch.float32)
+
+    def save(self, folder: Path) -> None:
+        """As a checkpoint."""
+        self.tiny.oracle.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+        stored = load_file(folder / "model.safetensors")
+        save_file({**stored, **{n: t.contiguous() for n, t in self.tensors.items()}}, folder / "model.safetensors")
 
     @torch.no_grad()
     def guess(self, token_ids: list[int], count: int) -> list[int]:
@@ -76,6 +86,14 @@ class _Core:
 
     def __init__(self, headed: HeadedModel) -> None:
         self.decoder = headed.decoder
+
+
+class _Placement(HostPlacement):
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -113,16 +131,40 @@ def test_answers_with_a_head_are_those_without(
     assert core.kv_cache_bytes == core.cache.num_bytes * 3 // 2  # one layer beside two
 
 
+def test_a_head_on_a_device_drafts_and_answers_as_on_the_host(
+    headed: HeadedModel, make_core: Any, make_request: Any, run_core: Any, gpu_of_the_host: torch.device
+) -> None:
+    from preload.engine.core.core import EngineCore
+    from preload.engine.core.on_device import DeviceSteps
+
+    def ask() -> list[Any]:
+        return [make_request(str(i), [i, 50, 51, i, 52] * 3, max_tokens=20) for i in range(4)]
+
+    here = make_core(_Core(headed), num_blocks=200)
+    on_host = speculate(here, "mtp", num_draft_tokens=2, adaptive=False)
+    expected = run_core(here, *ask())
+    model = headed.decoder()
+    moved = {n: t.to(gpu_of_the_host) for n, t in {**headed.tiny.tensors, **headed.tensors}.items()}
+    model = Decoder(model.spec, moved, dict.fromkeys(moved, "dense"), torch.float32)
+    steps = DeviceSteps(model, gpu_of_the_host, max_num_seqs=8, max_num_blocks=16, num_draft_tokens=2)
+    there = EngineCore(
+        model, num_blocks=200, block_size=4, max_num_seqs=8, token_budget=32, max_model_len=64, on_device=steps,
+        placement=_Placement(gpu_of_the_host),
+    )  # fmt: skip
+    on_device = speculate(there, "mtp", num_draft_tokens=2, adaptive=False)
+    there.warm_up(4)
+    got = run_core(there, *ask())
+    assert {name: got[name].token_ids for name in got} == {name: expected[name].token_ids for name in got}
+    assert on_device.acceptance == on_host.acceptance
+    assert on_device.acceptance.num_drafted[1] > 20
+
+
 def test_a_checkpoint_with_a_head_is_loaded_and_attached(headed: HeadedModel, daemon: Any, tmp_path: Path) -> None:
     from preload.engine.client import attach
     from preload.engine.models.spec import ModelSpec
 
     folder = tmp_path / "headed"
-    headed.tiny.oracle.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    stored = load_file(folder / "model.safetensors")
-    save_file({**stored, **{n: t.contiguous() for n, t in headed.tensors.items()}}, folder / "model.safetensors")
+    headed.save(folder)
     generation = daemon.load(folder)
     with attach(generation_id=generation.id, runtime_dir=str(daemon.runtime_dir)) as attachment:
         spec = ModelSpec.from_dict(attachment.resolved_recipe["spec"])

@@ -6,15 +6,13 @@ from preload.engine.core.core import EngineCore
 from preload.engine.errors import RequestError
 from preload.engine.models.decoder import Decoder
 
+from . import options
 from .draft_model import DraftModelDrafter
 from .drafter import Drafter
 from .mtp import MtpDrafter
 from .ngram import NgramDrafter
 from .speculator import Speculator
 from .verifier import Verifier
-
-NUM_DRAFT_TOKENS = {"ngram": 7, "draft": 4, "mtp": 1}
-"""Of each method, where no number is given. Fewer are drafted where that is faster (adaptive.py)."""
 
 
 def speculate(
@@ -29,7 +27,7 @@ def speculate(
     """Has `core` speculate from now on. `draft`: the model of the method "draft".
 
     Raises RequestError if model and method do not go together."""
-    count = num_draft_tokens or NUM_DRAFT_TOKENS[method]
+    count = options.num_draft_tokens(method, num_draft_tokens)
     vocab_size = core.runner.decoder.spec.vocab_size
     verifier = Verifier(core.sampler, vocab_size, verification)
     speculator = Speculator(
@@ -55,11 +53,13 @@ def check_vocabularies(target: Decoder, draft: Decoder) -> None:
 
 
 def _drafter(core: EngineCore, method: str, count: int, verifier: Verifier, draft: Decoder | None) -> Drafter:
-    batch = core.runner.batch
+    batch, steps, empty = core.runner.batch, core.runner.on_device, core.placement.empty
     if method == "ngram":
         return NgramDrafter()
     if method == "mtp":
-        return MtpDrafter(core.runner.decoder, batch, verifier.draw_drafts, num_draft_tokens=count)
+        return MtpDrafter(
+            core.runner.decoder, batch, verifier.draw_drafts, num_draft_tokens=count, steps=steps, empty=empty
+        )
     if method != "draft" or draft is None:
         raise AssertionError(f"{method} is no way to speculate, or its model is missing")
     check_vocabularies(core.runner.decoder, draft)
@@ -69,4 +69,7 @@ def _drafter(core: EngineCore, method: str, count: int, verifier: Verifier, draf
         verifier.draw_drafts,
         num_draft_tokens=count,
         num_fed_at_once=core.scheduler.token_budget,
+        # What was chosen last is fed after each step, and often the last draft, which it has not read either.
+        steps=None if steps is None else steps.of_another(draft, num_draft_tokens=1),
+        empty=empty,
     )

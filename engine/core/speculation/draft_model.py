@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from preload.engine.core.batch import PersistentBatch
-from preload.engine.core.kv_cache import KVCache, block_bytes
+from preload.engine.core.graphs import DecodeGraphs
+from preload.engine.core.kv_cache import Empty, KVCache, block_bytes
+from preload.engine.core.on_device import DeviceSteps, HostSteps, Steps
 from preload.engine.core.request import Request
 from preload.engine.core.scheduler import Schedule
 from preload.engine.kernels.attention import AttentionBatch
@@ -37,17 +39,21 @@ class _Progress:
 
 class DraftModelDrafter:
     """A decoder that guesses. `num_fed_at_once`: tokens of all requests together in one proposal; who waits for more
-    gets no draft meanwhile."""
+    gets no draft meanwhile. `steps` computes its passes and `empty` allocates its storage, if not on the host."""
 
     keeps_up = True
     never_rests = False
 
     def __init__(
-        self, decoder: Decoder, batch: PersistentBatch, draw: Draw, *, num_draft_tokens: int, num_fed_at_once: int
-    ) -> None:
+        self, decoder: Decoder, batch: PersistentBatch, draw: Draw, *, num_draft_tokens: int, num_fed_at_once: int,
+        steps: DeviceSteps | None = None, empty: Empty | None = None,
+    ) -> None:  # fmt: skip
         self.num_lookahead_tokens = num_draft_tokens
         self.bytes_per_block = block_bytes(decoder.spec, batch.block_size, decoder.dtype)
         self._decoder = decoder
+        self._on_device = steps
+        self._steps: Steps = steps or HostSteps(decoder)
+        self._allocate = empty
         self._batch = batch
         self._draw = draw
         self._num_fed_at_once = num_fed_at_once
@@ -55,9 +61,20 @@ class DraftModelDrafter:
         self.allocate_kv(2)
 
     def allocate_kv(self, num_blocks: int) -> None:
-        self._cache = KVCache(self._decoder.spec, num_blocks, self._batch.block_size, self._decoder.dtype)
+        if self._on_device is not None:
+            self._on_device.drop_graphs()
+        decoder = self._decoder
+        self._cache = KVCache(decoder.spec, num_blocks, self._batch.block_size, decoder.dtype, self._allocate)
         self._is_filled = bytearray(num_blocks)
         self._progress.clear()
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return None if self._on_device is None else self._on_device.graphs
+
+    def use_graphs(self, token_budget: int) -> None:
+        if self._on_device is not None:
+            self._on_device.use_graphs(self._cache.layers, token_budget)
 
     def describe(self) -> str:
         spec = self._decoder.spec
@@ -89,7 +106,7 @@ class DraftModelDrafter:
         if spans:
             inputs = paged_inputs(self._batch, spans)
             token_ids = self._batch.token_ids[inputs.rows, inputs.positions].long()
-            hidden = self._decoder.forward(token_ids, inputs.positions, self._cache.layers, inputs.attention)
+            hidden = self._steps.hidden(token_ids, inputs.positions, self._cache.layers, inputs.attention)
             for span in spans:
                 self._note_fed(span)
             num_wanted = {task.request.request_id: task.num_wanted for task in tasks}
@@ -97,7 +114,7 @@ class DraftModelDrafter:
             guessing = [i for i, count in enumerate(counts) if count > 0]
             if guessing:
                 wishes = [Wish(spans[i].request, counts[i]) for i in guessing]
-                logits = self._decoder.compute_logits(hidden[inputs.last[guessing]])
+                logits = self._steps.logits(hidden, inputs.last[guessing])
                 for wish, draft in zip(wishes, self._guess(wishes, logits), strict=True):
                     drafts[wish.request.request_id] = draft
         return list(drafts.values())
@@ -154,7 +171,7 @@ class DraftModelDrafter:
         return drafts
 
     def _forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        hidden = self._decoder.forward(token_ids, positions, self._cache.layers, attention)
+        hidden = self._steps.hidden(token_ids, positions, self._cache.layers, attention)
         return self._decoder.compute_logits(hidden)
 
     def _room(self, request: Request) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from preload.engine.core.graphs import DecodeGraphs
 from preload.engine.core.request import Request
 from preload.engine.core.scheduler import Schedule, ScheduledRequest
 
@@ -64,6 +65,13 @@ class Drafter(Protocol):
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Replaces its storage by one of num_blocks blocks; no request is running."""
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Those of a decoder of its own, on a device; None if it has none, or before `use_graphs`."""
+
+    def use_graphs(self, token_budget: int) -> None:
+        """From now on it has some for its present storage, if it has a decoder of its own on a device."""
 
     def warm_up(self) -> None:
         """Touches what the first proposal would touch."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from preload.engine.core.batch import PersistentBatch
-from preload.engine.core.kv_cache import KVCache, block_bytes
+from preload.engine.core.kv_cache import Empty, KVCache, block_bytes
+from preload.engine.core.on_device import HostSteps, Steps
 from preload.engine.core.request import Request
 from preload.engine.core.scheduler import Schedule
 from preload.engine.errors import RequestError
@@ -29,12 +30,18 @@ from .paged import NOWHERE, Span, in_batch_order, next_inputs, paged_inputs, roo
 
 
 class MtpDrafter:
-    """The head of a decoder whose spec has one. Raises RequestError if it has none."""
+    """The head of a decoder whose spec has one; `steps` are the decoder's. Raises RequestError if it has none.
+
+    Its own passes are eager on a device, too: they are those of a single layer."""
 
     keeps_up = True
     never_rests = True
+    graphs = None
 
-    def __init__(self, decoder: Decoder, batch: PersistentBatch, draw: Draw, *, num_draft_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, batch: PersistentBatch, draw: Draw, *, num_draft_tokens: int,
+        steps: Steps | None = None, empty: Empty | None = None,
+    ) -> None:  # fmt: skip
         if decoder.mtp is None:
             raise RequestError(
                 "the model has no multi-token-prediction head (num_nextn_predict_layers); choose another way to "
@@ -45,20 +52,25 @@ class MtpDrafter:
         self.bytes_per_block = block_bytes(self._spec, batch.block_size, decoder.dtype)
         self._head = decoder.mtp
         self._decoder = decoder
+        self._steps: Steps = steps or HostSteps(decoder)
+        self._allocate = empty
         self._batch = batch
         self._draw = draw
         self._num_fed: dict[str, int] = {}
         self.allocate_kv(2)
 
     def allocate_kv(self, num_blocks: int) -> None:
-        self._cache = KVCache(self._spec, num_blocks, self._batch.block_size, self._decoder.dtype)
+        self._cache = KVCache(self._spec, num_blocks, self._batch.block_size, self._decoder.dtype, self._allocate)
         self._num_fed.clear()
+
+    def use_graphs(self, token_budget: int) -> None:
+        """It has none."""
 
     def describe(self) -> str:
         return "drafts by the model's multi-token-prediction head"
 
     def warm_up(self) -> None:
-        state = torch.zeros(1, self._spec.hidden_size, dtype=self._decoder.dtype)
+        state = self._steps.over(torch.zeros(1, self._spec.hidden_size, dtype=self._decoder.dtype))
         token_ids = torch.randint(self._spec.vocab_size, (1,))
         state = self._forward(token_ids, state, torch.zeros(1, dtype=torch.int64), NOWHERE)
         self._decoder.compute_logits(state)
@@ -82,14 +94,16 @@ class MtpDrafter:
         inputs = paged_inputs(self._batch, spans)
         indices = torch.cat([torch.arange(span.count) + first_of[span.request.request_id] for span in spans])
         token_ids = self._batch.token_ids[inputs.rows, inputs.positions + 1].long()
-        states = self._forward(token_ids, computed.hidden[indices], inputs.positions, inputs.attention)
+        before = computed.hidden[self._steps.over(indices)]
+        states = self._forward(token_ids, before, inputs.positions, inputs.attention)
         drafts = {task.request.request_id: Draft() for task in tasks}
         num_wanted = {task.request.request_id: task.num_wanted for task in tasks}
         counts = [self._possible(span.request, num_wanted[span.request.request_id]) for span in spans]
         guessing = [i for i, count in enumerate(counts) if count > 0]
         if guessing:
             wishes = [Wish(spans[i].request, counts[i]) for i in guessing]
-            for wish, draft in zip(wishes, self._guess(wishes, states[inputs.last[guessing]]), strict=True):
+            states = states[self._steps.over(inputs.last[guessing])]
+            for wish, draft in zip(wishes, self._guess(wishes, states), strict=True):
                 drafts[wish.request.request_id] = draft
         return list(drafts.values())
 
@@ -110,12 +124,14 @@ class MtpDrafter:
 
         def advance(active: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
             # The head's slot lies one before the token's: its token at i + 1 is fed with the state at i.
-            latest[0][active] = self._forward(
-                token_ids, latest[0][active], positions - 1, next_inputs(self._batch, rows[active], positions - 1)
-            )
-            return self._decoder.compute_logits(latest[0][active])
+            attention, chosen = next_inputs(self._batch, rows[active], positions - 1), self._steps.over(active)
+            states = self._forward(token_ids, latest[0][chosen], positions - 1, attention)
+            latest[0][chosen] = states
+            return self._decoder.compute_logits(states)
 
         return guess(wishes, self._decoder.compute_logits(states), self._draw, advance)
 
     def _forward(self, token_ids: Tensor, states: Tensor, positions: Tensor, attention: AttentionBatch) -> Tensor:
-        return self._head(token_ids, states, positions, self._cache.layers[0], attention)
+        steps = self._steps
+        where = steps.over(positions), self._cache.layers[0], steps.over_batch(attention)
+        return self._head(steps.over(token_ids), states, *where)

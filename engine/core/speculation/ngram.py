@@ -96,6 +96,7 @@ class NgramDrafter:
     never_rests = False
     num_lookahead_tokens = 0
     bytes_per_block = 0
+    graphs = None
 
     def __init__(self) -> None:
         self._indices: dict[str, NgramIndex] = {}
@@ -121,6 +122,9 @@ class NgramDrafter:
 
     def allocate_kv(self, num_blocks: int) -> None:
         """There is none."""
+
+    def use_graphs(self, token_budget: int) -> None:
+        """Nothing is computed."""
 
     def warm_up(self) -> None:
         """There is nothing to touch."""

@@ -7,6 +7,8 @@ from preload.engine.errors import RequestError
 METHODS = ("none", "ngram", "draft", "mtp")
 VERIFICATIONS = ("coupled", "sampled", "block")
 MAX_DRAFT_TOKENS = 31
+NUM_DRAFT_TOKENS = {"none": 0, "ngram": 7, "draft": 4, "mtp": 1}
+"""Of each method, where no number is given. Fewer are drafted where that is faster (adaptive.py)."""
 
 HELP = {
     "speculate": "guess tokens and verify several in one step: ngram (what followed the same words before), "
@@ -17,6 +19,11 @@ HELP = {
     "(more of a draft model's tokens are kept; a request continued by another core goes on with other tokens)",
     "draft_quantization": "resident form of the draft model's weights",
 }
+
+
+def num_draft_tokens(method: str, asked: int) -> int:
+    """The longest draft of a method; `asked`: 0 for its own."""
+    return asked or NUM_DRAFT_TOKENS[method]
 
 
 def check(speculate: str, num_draft_tokens: int, verification: str, has_draft_model: bool) -> None:

@@ -87,7 +87,7 @@ class Verifier:
         rows = [group.request.row for group in groups for _ in range(group.first, group.end)]
         positions = [group.request.num_tokens + i for group in groups for i in range(len(group.draft_ids) + 1)]
         indices = [row for group in groups for row in range(group.first, group.end)]
-        x = logits if len(indices) == logits.shape[0] else logits[indices]
+        x = logits if len(indices) == logits.shape[0] else logits[torch.tensor(indices)]
         chosen = self._sampler.choose_ids(x, torch.tensor(rows), torch.tensor(positions)).tolist()
         for index, token in zip(indices, chosen, strict=True):
             token_ids[index] = token
@@ -105,7 +105,7 @@ class Verifier:
         indices = torch.tensor([[min(group.first + i, group.end - 1) for i in range(width + 1)] for group in groups])
         rows = torch.tensor([group.request.row for group in groups])
         starts = torch.tensor([group.request.num_tokens for group in groups])
-        x = self._sampler.scaled(logits[indices.flatten()], rows.repeat_interleave(width + 1))
+        x = self._sampler.scaled(logits[indices.flatten()].cpu(), rows.repeat_interleave(width + 1))
         log_probs = x.log_softmax(dim=-1).view(n, width + 1, -1)
         q = _stacked(groups, drafts, width)
         positions = starts[:, None] + torch.arange(width)
@@ -146,6 +146,7 @@ class Verifier:
         ids = self._sampler.choose_ids(logits, rows, positions)
         if self._verification == "coupled":
             return ids, None
+        logits = logits.cpu()  # these rules compute on the host
         q = torch.zeros_like(logits)
         drawn = self._sampler.temperatures(rows).nonzero().flatten()
         if len(drawn):

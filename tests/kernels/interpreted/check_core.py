@@ -17,6 +17,7 @@ from preload.engine.core.core import EngineCore
 from preload.engine.core.on_device import DeviceSteps
 from preload.engine.core.request import Request, SamplingParams
 from preload.engine.core.sampler import Sampler
+from preload.engine.core.speculation.build import speculate
 from preload.engine.layers.ops import TorchOps
 from preload.engine.layers.triton_ops import TritonOps
 from preload.engine.models.decoder import Decoder
@@ -97,6 +98,25 @@ def test_a_core_says_the_same_by_kernels_graphs_and_sampling_of_a_gpu() -> None:
     assert all(len(tokens) == 5 for tokens in expected.values())
     assert steps.graphs is not None
     assert steps.graphs.num_replayed > 0 < steps.graphs.num_eager
+
+
+def test_drafts_are_verified_by_a_gpus_kernels_and_graphs() -> None:
+    settings = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 5, "token_budget": 20, "max_model_len": 48}
+    expected = run(EngineCore(decoder(TorchOps()), **settings))
+    model = decoder(TritonOps(CPU))
+    steps = DeviceSteps(model, CPU, max_num_seqs=5, max_num_blocks=12, num_draft_tokens=3, recorder=Recorder())
+    core = EngineCore(model, **settings, on_device=steps)
+    speculator = speculate(core, "draft", num_draft_tokens=3, draft=decoder(TritonOps(CPU)), adaptive=False)
+    core.use_graphs()
+    while core.num_missing_graphs:
+        core.capture_graph()
+    assert run(core) == expected
+    assert speculator.acceptance.num_accepted == speculator.acceptance.num_drafted, "the draft model is the model"
+    assert sum(speculator.acceptance.num_accepted) > 5
+    for graphs in (steps.graphs, speculator.drafter.graphs):
+        assert graphs is not None
+        assert graphs.num_replayed > 0
+    assert {key for key in steps.graphs.keys if key[0] > key[1]} == {(4, 1), (8, 2), (16, 4), (20, 5)}
 
 
 @pytest.mark.parametrize("truncated", [False, True])
