@@ -1,9 +1,10 @@
-"""Shared memory in huge pages: weights are read from end to end for every token, and with pages of 4 KiB a
+"""Memory in huge pages: weights are read from end to end for every token, and with pages of 4 KiB a
 processor may spend a third of that time on finding them.
 
 The loader asks the kernel for each 2 MiB of a segment before it writes there (`HugePages`); whoever maps the segment
 does it where such pages can be mapped (`map_shared`). MADV_COLLAPSE (Linux 6.1) does that whatever the system's
 settings for shared memory are. Without it, or without free memory in such pieces, the pages are small ones.
+Keys and values are read as often, and are the process's own (`private_memory`).
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ class _PyBuffer(ctypes.Structure):
         ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
         ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
     )  # fmt: skip
+
+
+def private_memory(size_bytes: int) -> memoryview:
+    """Memory of this process, zero until it is written, in huge pages where there are some. Raises OSError."""
+    area = mmap.mmap(-1, size_bytes + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    offset = -_address_of(area) % HUGE_BYTES
+    return memoryview(area)[offset : offset + size_bytes]
 
 
 class HugePages:

@@ -33,6 +33,12 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
+def check_block_size(block_size: int) -> None:
+    """Raises RequestError: kernels read keys in vectors of 16 positions."""
+    if block_size < 1 or block_size % 16:
+        raise RequestError(f"block_size is {block_size}; it must be a multiple of 16")
+
+
 def _help(text: str, default: Any) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -58,7 +64,7 @@ class CoreConfig:
     socket_path: str = _help("Unix socket to serve on", "")
     max_num_seqs: int = _help("requests that run at once", 64)
     token_budget: int = _help("tokens computed in one step, prefill and decode together", 512)
-    block_size: int = _help("tokens per KV block", 16)
+    block_size: int = _help("tokens per KV block, a multiple of 16", 16)
     kv_cache_bytes: int = _help("memory of the KV cache; 0 = as memory_utilization says", 0)
     memory_utilization: float = _help(
         "share of the machine's or container's memory that weights, core and KV cache may take together; "
@@ -86,9 +92,10 @@ class CoreConfig:
     parent_pid: int = _help("process whose death ends this one; 0 = whichever started it", 0)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "token_budget", "block_size"):
+        for name in ("max_num_seqs", "token_budget"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_block_size(self.block_size)
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} is {getattr(self, name)}; it must not be negative")

@@ -12,12 +12,14 @@ so that what is left of a prefix is always its beginning.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from preload.engine.huge_pages import private_memory
 from preload.engine.models.spec import ModelSpec
 
 from .prefix import BlockContent
@@ -25,7 +27,7 @@ from .prefix import BlockContent
 NULL_BLOCK = 0
 
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-"""(shape, dtype) → memory that is not initialized"""
+"""(shape, dtype) → memory that is not initialized, in an order of its own"""
 
 
 class BlockPool:
@@ -138,9 +140,9 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, empty: Empty | None = None
     ) -> None:
-        """`empty` allocates it somewhere else than in torch's memory of the host."""
+        """`empty` allocates it somewhere else than on the host."""
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self._storage: Tensor = torch.empty(shape, dtype=dtype) if empty is None else empty(shape, dtype)
+        self._storage = (empty or empty_on_host)(shape, dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._storage]
@@ -148,6 +150,16 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self._storage.numel() * self._storage.element_size()
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for keys and values, [layers, 2, num_blocks, …], not initialized.
+
+    In huge pages, and all layers of a block side by side: a sequence takes a few of them."""
+    layers, parts, num_blocks, *block = shape
+    num_bytes = max(1, math.prod(shape) * dtype.itemsize)
+    storage = torch.frombuffer(private_memory(num_bytes), dtype=dtype, count=math.prod(shape))
+    return storage.view(num_blocks, layers, parts, *block).movedim(0, 2)
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

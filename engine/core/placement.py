@@ -23,6 +23,7 @@ from preload.engine.cuda.context import DeviceContext
 from preload.engine.cuda.devices import HOST, VisibleDevice, find_device
 from preload.engine.errors import CoreError, PreloadError
 
+from .kv_cache import empty_on_host
 from .memory import MemoryProfile, measure_peak, take_profile
 
 
@@ -33,7 +34,9 @@ class Placement(Protocol):
     is_emulated: bool
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for keys and values, not initialized. Raises CoreError if there is not that much."""
+        """Memory for keys and values, [layers, 2, num_blocks, …], not initialized, in an order of its own.
+
+        Raises CoreError if there is not that much."""
 
     def profile(self, weights_bytes: int, peak_bytes: int | None) -> MemoryProfile:
         """What there is and what is taken, now."""
@@ -47,7 +50,10 @@ class HostPlacement:
     is_emulated = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        try:
+            return empty_on_host(shape, dtype)
+        except OSError as error:
+            raise CoreError(_too_much(shape, dtype, "the host", str(error))) from error
 
     def profile(self, weights_bytes: int, peak_bytes: int | None) -> MemoryProfile:
         return take_profile(weights_bytes, peak_bytes)

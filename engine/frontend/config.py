@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from preload.engine.core.config import GRAPHS, POLICIES
+from preload.engine.core.config import GRAPHS, POLICIES, check_block_size
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -65,7 +65,7 @@ class FrontendConfig:
 
     max_num_seqs: int = field(default=64, metadata={"help": "sequences the core decodes at once"})
     token_budget: int = field(default=512, metadata={"help": "tokens per step, prefill and decode together"})
-    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
+    block_size: int = field(default=16, metadata={"help": "tokens per KV block, a multiple of 16"})
     kv_cache_bytes: int = field(default=0, metadata={"help": "bytes for the KV cache (0: by memory_utilization)"})
     memory_utilization: float = field(
         default=0.0,
@@ -157,10 +157,11 @@ class FrontendConfig:
         self.recipe()
         if not (self.checkpoint or self.generation):
             raise RequestError("name a checkpoint to serve, or a resident generation with --generation")
-        positive = ("max_num_seqs", "token_budget", "block_size", "max_body_bytes", "max_concurrent_requests")
+        positive = ("max_num_seqs", "token_budget", "max_body_bytes", "max_concurrent_requests")
         for name in positive:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_block_size(self.block_size)
         at_least_0 = (
             "kv_cache_bytes", "memory_utilization", "max_model_len", "max_num_active_seqs", "long_prefill_threshold",
             "num_threads", "max_prompt_tokens", "max_queued_requests",

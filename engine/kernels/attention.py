@@ -52,8 +52,9 @@ def write_kv(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor,
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    key_cache.view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+    block, offset = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
+    key_cache[block, offset] = key
+    value_cache[block, offset] = value
 
 
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: AttentionBatch) -> Tensor:

@@ -185,8 +185,10 @@ class StepStructs:
         self._struct = AttentionStepStruct()
         self._owned: tuple[Tensor, ...] = ()  # what the structure points into
 
-    def address(self, heads: Heads, rotation: Rotation, block_size: int, batch: AttentionBatch) -> int:
+    def address(self, heads: Heads, rotation: Rotation, keys: Tensor, batch: AttentionBatch) -> int:
         if batch is not self._batch:
+            if keys.shape[1] % 16 or not keys[0].is_contiguous():
+                raise AssertionError(f"blocks of {keys.shape[1]} tokens; the native kernels need whole vectors of 16")
             cos, sin = (part.contiguous() for part in rotation)
             starts, lengths = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
             table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
@@ -195,7 +197,7 @@ class StepStructs:
             self._struct = AttentionStepStruct(
                 *(_address(tensor) for tensor in self._owned),
                 table.stride(0), lengths.shape[0], slots.shape[0],
-                heads.num_heads, heads.num_kv_heads, heads.head_dim, block_size,
+                heads.num_heads, heads.num_kv_heads, heads.head_dim, keys.shape[1], keys.stride(0),
             )  # fmt: skip
             self._batch = batch
         return ctypes.addressof(self._struct)
@@ -214,7 +216,7 @@ class NativeAttention:
     def __call__(self, qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
         keys, values = cache
         num_tokens = qkv.shape[0]
-        step = self._steps.address(self._heads, rotation, keys.shape[1], batch)
+        step = self._steps.address(self._heads, rotation, keys, batch)
         out = torch.empty(num_tokens, self._num_rows)
         call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
         call(self._session, step, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())

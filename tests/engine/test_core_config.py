@@ -51,6 +51,8 @@ def test_a_configuration_survives_json_and_every_field_has_help() -> None:
         ('{"max_seqs": 1}', "unknown settings of the core: max_seqs"),
         ('{"max_num_seqs": 0}', "max_num_seqs is 0"),
         ('{"token_budget": 10}', "less than max_num_seqs"),
+        ('{"block_size": 0}', "block_size is 0; it must be a multiple of 16"),
+        ('{"block_size": 24}', "block_size is 24; it must be a multiple of 16"),
         ('{"kv_cache_bytes": -1}', "kv_cache_bytes is -1"),
         ('{"memory_utilization": 1.5}', "memory_utilization is 1.5"),
         ('{"scheduling_policy": "lifo"}', "scheduling_policy is 'lifo'; it must be fcfs or priority"),

@@ -119,10 +119,10 @@ def test_a_core_attaches_by_generation_id_and_knows_its_limits(
     daemon: Any, checkpoint: Path, start_core: Any, tiny: Any
 ) -> None:
     generation = daemon.load(checkpoint, quantization="bf16")
-    core = start_core(daemon, generation_id=generation.id, max_model_len=32, block_size=8, max_num_seqs=2)
+    core = start_core(daemon, generation_id=generation.id, max_model_len=32, block_size=32, max_num_seqs=2)
     stats = core.stats()
-    assert (stats.max_model_len, stats.block_size, stats.max_num_seqs) == (32, 8, 2)
-    assert stats.num_kv_blocks == 2 * 32 / 8
+    assert (stats.max_model_len, stats.block_size, stats.max_num_seqs) == (32, 32, 2)
+    assert stats.num_kv_blocks == 2 * 32 / 32
     assert len(core.generate([5], max_tokens=100)) == 31
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from preload.engine import huge_pages
-from preload.engine.huge_pages import HUGE_BYTES, HugePages, map_shared
+from preload.engine.huge_pages import HUGE_BYTES, HugePages, map_shared, private_memory
 
 SIZE = 5 * HUGE_BYTES + 3 * mmap.PAGESIZE
 
@@ -134,3 +134,12 @@ def test_a_file_that_cannot_be_mapped_is_an_error() -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+def test_private_memory_begins_where_a_huge_page_may_and_is_zero_and_writable() -> None:
+    memory = private_memory(3 * HUGE_BYTES + 5)
+    assert len(memory) == 3 * HUGE_BYTES + 5
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_BYTES == 0
+    assert not any(memory[:: mmap.PAGESIZE])
+    memory[-1] = 7
+    assert memory[-1] == 7

@@ -12,12 +12,13 @@ from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.layers.native_ops import native_ops
 from preload.engine.layers.ops import Heads, TorchOps
 
-NUM_BLOCKS, BLOCK_SIZE = 64, 4
+NUM_BLOCKS, BLOCK_SIZE = 16, 16
 BATCHES = [
     [(0, 1)],
     [(15, 1), (16, 1), (40, 1)],
     [(7, 1), (0, 12), (5, 9), (30, 3)],
     [(0, 57)],
+    [(150, 40)],
 ]
 
 
@@ -50,6 +51,17 @@ def caches_of(batch: AttentionBatch, heads: Heads) -> torch.Tensor:
     return caches
 
 
+def native_order(caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caches as the reference has them, in the order that native/attention.h describes; in memory of many layers."""
+    _, num_blocks, block_size, num_kv_heads, head_dim = caches.shape
+    keys = caches[0].view(num_blocks, block_size // 16, 16, num_kv_heads, head_dim).permute(0, 3, 1, 4, 2)
+    values = caches[1].transpose(1, 2)
+    layers = torch.full((num_blocks, 3, 2, *caches.shape[2:]), math.nan)
+    layers[:, 1, 0] = keys.reshape(caches.shape[1:])
+    layers[:, 1, 1] = values.reshape(caches.shape[1:])
+    return layers[:, 1, 0], layers[:, 1, 1]
+
+
 @pytest.mark.parametrize("shapes", BATCHES)
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 128), Heads(10, 2, 32), Heads(6, 1, 80)])
 @pytest.mark.parametrize("variant", ["native", "without AVX-512"])
@@ -60,27 +72,28 @@ def test_attention_equals_the_reference(
     batch = make_batch(shapes)
     num_tokens = len(batch.slot_mapping)
     caches = caches_of(batch, heads)
-    expected_caches = caches.clone()
+    native_caches = native_order(caches)
     qkv = torch.randn(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     angles = torch.rand(num_tokens, heads.head_dim // 2) * 6
     rotation = (angles.cos(), angles.sin())
-    expected = TorchOps().attention(heads)(qkv.clone(), rotation, tuple(expected_caches), batch)
+    expected = TorchOps().attention(heads)(qkv.clone(), rotation, tuple(caches), batch)
     attend = native_ops(open_library(variant, 2), torch.float32).attention(heads)
-    got = attend(qkv, rotation, tuple(caches), batch)
+    got = attend(qkv, rotation, native_caches, batch)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(caches, expected_caches, atol=1e-6, rtol=1e-6, equal_nan=True)
+    for native, expected_cache in zip(native_caches, native_order(caches), strict=True):
+        torch.testing.assert_close(native, expected_cache, atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
 def test_a_token_gets_the_same_bits_decoded_or_prefilled(open_library: Any) -> None:
     torch.manual_seed(0)
     heads = Heads(9, 3, 64)
     whole, last = make_batch([(0, 57)]), make_batch([(56, 1)])
-    caches = caches_of(whole, heads)
+    caches = native_order(caches_of(whole, heads))
     qkv = torch.randn(57, 15 * 64)
     rotation = torch.rand(57, 32), torch.rand(57, 32)
     attend = native_ops(open_library("native", 2), torch.float32).attention(heads)
-    prefilled = attend(qkv.clone(), rotation, tuple(caches), whole)
-    decoded = attend(qkv[56:].clone(), (rotation[0][56:], rotation[1][56:]), tuple(caches), last)
+    prefilled = attend(qkv.clone(), rotation, caches, whole)
+    decoded = attend(qkv[56:].clone(), (rotation[0][56:], rotation[1][56:]), caches, last)
     assert torch.equal(decoded[0], prefilled[56])
 
 
@@ -98,8 +111,18 @@ def test_padding_slots_are_never_written(open_library: Any) -> None:
     native_ops(open_library("native", 1), torch.float32).attention(heads)(
         torch.ones(2, 6 * 16), rotation, tuple(caches), batch
     )
-    written = caches.view(2, -1, 32).any(dim=-1).nonzero().tolist()
-    assert written == [[0, 9], [1, 9]]
+    keys, values = caches.view(2, NUM_BLOCKS, 2, 16, 16)
+    assert keys.any(dim=(1, 2)).nonzero().tolist() == [[0, 9]]  # the vector's lane is the position
+    assert values.any(dim=(1, 3)).nonzero().tolist() == [[0, 9]]
+
+
+def test_blocks_that_are_no_whole_vectors_are_refused(open_library: Any) -> None:
+    batch, heads = make_batch([(0, 1)]), Heads(2, 2, 16)
+    caches = torch.zeros(2, NUM_BLOCKS, 8, 2, 16)
+    with pytest.raises(AssertionError, match="blocks of 8 tokens"):
+        native_ops(open_library("native", 1), torch.float32).attention(heads)(
+            torch.ones(1, 6 * 16), (torch.ones(1, 8), torch.zeros(1, 8)), tuple(caches), batch
+        )
 
 
 def test_what_the_kernels_do_not_cover_is_left_to_torch_and_said(open_library: Any) -> None:

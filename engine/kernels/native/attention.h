@@ -1,10 +1,16 @@
 // Causal grouped-query attention over the paged KV cache, read in place; engine/kernels/attention.py is the
 // specification and explains blocks and slots.
 //
+// Within a block, the caches are ordered for vectors of 16. One key-value head comes after the other, and of each head
+//
+//   keys     [block_size / 16][head_dim][16]: a vector is one dimension of 16 neighbouring positions, so that scores
+//            of 16 positions are sums of vectors, and no lanes are added up
+//   values   [block_size][head_dim]
+//
 // A task is one key-value head of up to kQueryTile neighbouring tokens of one sequence (one token when decoding).
 // Scores of a query over all positions are kept, so the softmax is the plain one: maximum, exponentials, sum. Every
 // query's arithmetic is the same whatever shares its task, so a token gets the same bits decoded or prefilled.
-// Positions at or beyond a sequence's length are never read.
+// What lies beyond a sequence's length may be read where it shares a vector, and reaches nothing.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +18,8 @@
 #include "linear.h"
 
 constexpr int64_t kQueryTile = 8;
-constexpr int64_t kPositionsAhead = 32;           // how far ahead of their use keys and values are asked for
-constexpr int64_t kPrefetchedFloats = 128 << 10;  // values asked for while scores are computed; more leave the cache
+constexpr int64_t kTilesAhead = 2;  // how far ahead of their use keys and values are asked for
+constexpr int64_t kValueTiles = 4;  // values of so many stay in the nearest cache
 
 struct AttentionStep {  // what all layers of one step share
   const float *cos, *sin;  // [num_tokens, head_dim / 2]
@@ -21,6 +27,11 @@ struct AttentionStep {  // what all layers of one step share
   const int64_t* slot_mapping;
   int64_t table_stride, num_requests, num_tokens;
   int64_t num_heads, num_kv_heads, head_dim, block_size;
+  int64_t block_stride;  // floats from one block of a cache to the next
+
+  // Of the 16 positions from `offset` on in a block, for its first head: in both caches.
+  INLINE int64_t tile(int64_t block, int64_t offset) const { return block * block_stride + offset * head_dim; }
+  INLINE int64_t head_size() const { return block_size * head_dim; }
 };
 
 struct AttentionTask {
@@ -44,26 +55,47 @@ inline void rotate_and_store(const AttentionStep& step, int64_t token, float* qk
     rotate(row + head * d, step.cos + token * half, step.sin + token * half, half);
   const int64_t slot = step.slot_mapping[token];
   if (slot < 0) return;
-  const float* key = row + step.num_heads * d;
-  std::memcpy(keys + slot * kv_size, key, kv_size * sizeof(float));
-  std::memcpy(values + slot * kv_size, key + kv_size, kv_size * sizeof(float));
+  const int64_t offset = slot % step.block_size, lane = offset % 16;
+  const int64_t at = step.tile(slot / step.block_size, offset - lane);
+  for (int64_t head = 0; head < step.num_kv_heads; ++head) {
+    const float *key = row + (step.num_heads + head) * d, *value = key + kv_size;
+    float* to = keys + at + head * step.head_size() + lane;
+    for (int64_t i = 0; i < d; ++i) to[16 * i] = key[i];
+    std::memcpy(values + at + head * step.head_size() + lane * d, value, d * sizeof(float));
+  }
 }
 
-// out[j] = scale · dot(query, key at offsets[j]), j < 16. kChunks · 16 = head_dim, or 0: `chunks` says.
-template <int kChunks>
-INLINE void sixteen_scores(const float* query, const float* keys, const int64_t* offsets, int64_t chunks, float scale,
-                           float* out) {
-  const int64_t n = kChunks ? kChunks : chunks;
-  for (int j = 0; j < 16; j += 4) {
-    V sums[4];
-    for (int i = 0; i < 4; ++i) sums[i] = zero();
-    for (int64_t c = 0; c < n; ++c) {
-      V q = load(query + 16 * c);
-      for (int i = 0; i < 4; ++i) sums[i] = fma(q, load(keys + offsets[j + i] + 16 * c), sums[i]);
+// Scores of kRows queries over kTiles times 16 positions. Even and odd dimensions are summed apart.
+template <int kRows, int kTiles>
+INLINE void tile_scores(const float* const* queries, const float* keys, const int64_t* tiles, int64_t d, float scale,
+                        float* scores, int64_t stride) {
+  V sums[kRows][kTiles][2];
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTiles; ++t) sums[r][t][0] = sums[r][t][1] = zero();
+  for (int64_t i = 0; i < d; i += 2)
+    for (int odd = 0; odd < 2; ++odd) {
+      V key[kTiles];
+      for (int t = 0; t < kTiles; ++t) key[t] = load(keys + tiles[t] + 16 * (i + odd));
+      for (int r = 0; r < kRows; ++r) {
+        const V query = splat(queries[r][i + odd]);
+        for (int t = 0; t < kTiles; ++t) sums[r][t][odd] = fma(query, key[t], sums[r][t][odd]);
+      }
     }
-    sum4(sums[0], sums[1], sums[2], sums[3], out + j);
+  for (int r = 0; r < kRows; ++r)
+    for (int t = 0; t < kTiles; ++t)
+      store(scores + r * stride + 16 * t, (sums[r][t][0] + sums[r][t][1]) * splat(scale));
+}
+
+// Calls visit(first row, number of rows as a constant): four at a time, as many as leave the sums in registers.
+template <class Visit>
+INLINE void by_four_rows(int64_t rows, Visit&& visit) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) visit(r, std::integral_constant<int, 4>{});
+  switch (rows - r) {
+    case 1: visit(r, std::integral_constant<int, 1>{}); break;
+    case 2: visit(r, std::integral_constant<int, 2>{}); break;
+    case 3: visit(r, std::integral_constant<int, 3>{}); break;
   }
-  store(out, load(out) * splat(scale));
 }
 
 // Scores → exponentials of their distance to the largest, zeros from `limit` to `end`; returns 1 / their sum.
@@ -84,107 +116,100 @@ inline float softmax(float* scores, int64_t limit, int64_t end) {
   return 1.0f / sum(total);
 }
 
-// out row = Σ over positions of weight · value, for kRows rows of weights.
+// out row += Σ over `count` positions of weight · value, for kRows rows of weights and kChunks vectors of a value.
 template <int kChunks, int kRows>
-INLINE void weighted_values(const float* weights, int64_t stride, const float* values, const int64_t* offsets,
-                            int64_t limit, bool prefetches, const float* inverse_sums, float* const* out) {
+INLINE void weighted_values(const float* weights, int64_t stride, const float* values, int64_t d, int64_t count,
+                            float* const* out) {
   V sums[kRows][kChunks];
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kChunks; ++c) sums[r][c] = zero();
-  for (int64_t p = 0; p < limit; ++p) {
-    const float* value = values + offsets[p];
-    if (prefetches && p + kPositionsAhead < limit)
-      for (int c = 0; c < kChunks; ++c) __builtin_prefetch(values + offsets[p + kPositionsAhead] + 16 * c, 0, 2);
-    V w[kRows];
-    for (int r = 0; r < kRows; ++r) w[r] = splat(weights[r * stride + p]);
-#pragma GCC unroll 8
-    for (int c = 0; c < kChunks; ++c) {
-      V v = load(value + 16 * c);
-      for (int r = 0; r < kRows; ++r) sums[r][c] = fma(w[r], v, sums[r][c]);
+    for (int c = 0; c < kChunks; ++c) sums[r][c] = load(out[r] + 16 * c);
+  for (int64_t p = 0; p < count; ++p) {
+    V value[kChunks];
+    for (int c = 0; c < kChunks; ++c) value[c] = load(values + p * d + 16 * c);
+    for (int r = 0; r < kRows; ++r) {
+      const V weight = splat(weights[r * stride + p]);
+      for (int c = 0; c < kChunks; ++c) sums[r][c] = fma(weight, value[c], sums[r][c]);
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kChunks; ++c) store(out[r] + 16 * c, sums[r][c] * splat(inverse_sums[r]));
+    for (int c = 0; c < kChunks; ++c) store(out[r] + 16 * c, sums[r][c]);
 }
 
-// Rows of weights in passes of four, over `kChunks` vectors of each value at a time.
-template <int kChunks>
-INLINE void all_weighted_values(int64_t rows, const float* weights, int64_t stride, const float* values,
-                                const int64_t* offsets, int64_t limit, bool prefetches, const float* inverse_sums,
-                                float* const* out) {
-  for (int64_t r = 0; r < rows; r += 4) {
-    const float* w = weights + r * stride;
-    const bool ahead = prefetches && r == 0;
-    switch (std::min<int64_t>(4, rows - r)) {
-      case 1: weighted_values<kChunks, 1>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
-      case 2: weighted_values<kChunks, 2>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
-      case 3: weighted_values<kChunks, 3>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
-      case 4: weighted_values<kChunks, 4>(w, stride, values, offsets, limit, ahead, inverse_sums + r, out + r); break;
-    }
-  }
-}
-
-// Asks for the 16 vectors of positions first … first + 15, as far as there are any.
-INLINE void prefetch_rows(const float* rows, const int64_t* offsets, int64_t first, int64_t end, int64_t d) {
-  if (first + 16 > end) return;
-  for (int j = 0; j < 16; ++j)
-    for (int64_t i = 0; i < d; i += 16) __builtin_prefetch(rows + offsets[first + j] + i, 0, 2);
+// Asks for a tile's beginning. Blocks lie anywhere, where hardware cannot guess; the rest of one it can.
+INLINE void prefetch_tile(const float* tile) {
+  for (int64_t i = 0; i < 64; i += 16) __builtin_prefetch(tile + i, 0, 2);
 }
 
 struct AttentionScratch {
   Scratch scores;
-  std::vector<int64_t> offsets;
-  std::vector<float> inverse_sums;
+  std::vector<int64_t> tiles;
+  std::vector<const float*> queries;
   std::vector<float*> out;
+  std::vector<float> inverse_sums;
 };
 
-// Where the positions of a sequence lie in the caches, up to a multiple of 16: those beyond `longest` repeat its last.
-inline const int64_t* position_offsets(const AttentionStep& step, int64_t request, int64_t longest,
-                                       AttentionScratch& scratch) {
-  const int64_t end = round_up(longest, 16), slot_size = step.num_kv_heads * step.head_dim;
-  scratch.offsets.resize(end);
-  int64_t* offsets = scratch.offsets.data();
+// Where the tiles of a sequence's positions lie in the caches, for the first head.
+inline void find_tiles(const AttentionStep& step, int64_t request, int64_t longest, std::vector<int64_t>& tiles) {
   const int32_t* block = step.block_table + request * step.table_stride;
+  tiles.clear();
   for (int64_t p = 0; p < longest; ++block)
-    for (int64_t i = 0; i < step.block_size && p < longest; ++i)
-      offsets[p++] = (*block * step.block_size + i) * slot_size;
-  std::fill(offsets + longest, offsets + end, offsets[longest - 1]);  // something that may be read
-  return offsets;
+    for (int64_t offset = 0; offset < step.block_size && p < longest; offset += 16, p += 16)
+      tiles.push_back(step.tile(*block, offset));
 }
 
 template <int kChunks>
 inline void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, const float* qkv,
                    const float* keys, const float* values, float* out, AttentionScratch& scratch) {
   const int64_t d = step.head_dim, group = step.num_heads / step.num_kv_heads, rows = task.count * group;
-  const int64_t longest = task.limit + task.count - 1, stride = round_up(longest, 16);
-  float* scores = scratch.scores.get(rows * stride);
-  const int64_t* offsets = position_offsets(step, task.request, longest, scratch);
-  scratch.inverse_sums.resize(rows);
-  scratch.out.resize(rows);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+  const int64_t longest = task.limit + task.count - 1, stride = round_up(longest, 16), num_tiles = stride / 16;
   const int64_t token_stride = (step.num_heads + 2 * step.num_kv_heads) * d;
-  const float* queries = qkv + task.token * token_stride + kv_head * group * d;
-  keys += kv_head * d;
-  values += kv_head * d;
-  const bool values_fit = longest * d <= kPrefetchedFloats;
-  for (int64_t p = 0; p < longest; p += 16) {
-    prefetch_rows(keys, offsets, p + kPositionsAhead, stride, d);  // blocks lie anywhere: hardware cannot guess
-    if (values_fit) prefetch_rows(values, offsets, p, stride, d);
-    for (int64_t r = 0; r < rows; ++r)
-      if (p < task.limit + r / group)
-        sixteen_scores<kChunks>(queries + r / group * token_stride + r % group * d, keys, offsets + p, d / 16, scale,
-                                scores + r * stride + p);
-  }
+  const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+  float* scores = scratch.scores.get(rows * stride);
+  find_tiles(step, task.request, longest, scratch.tiles);
+  const int64_t* tiles = scratch.tiles.data();
+  keys += kv_head * step.head_size();
+  values += kv_head * step.head_size();
+  scratch.queries.resize(rows);
+  scratch.out.resize(rows);
   for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = task.token + r / group, head = kv_head * group + r % group;
+    scratch.queries[r] = qkv + token * token_stride + head * d;
+    scratch.out[r] = out + (token * step.num_heads + head) * d;
+    std::fill(scratch.out[r], scratch.out[r] + d, 0.0f);
+  }
+
+  for (int64_t t = 0; t < num_tiles; t += 2) {
+    for (int64_t i = t + kTilesAhead; i < std::min(t + kTilesAhead + 2, num_tiles); ++i)
+      prefetch_tile(keys + tiles[i]);
+    by_four_rows(rows, [&](int64_t r, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      const float* const* queries = scratch.queries.data() + r;
+      float* to = scores + r * stride + 16 * t;
+      if (t + 1 < num_tiles) tile_scores<kRows, 2>(queries, keys, tiles + t, d, scale, to, stride);
+      else tile_scores<kRows, 1>(queries, keys, tiles + t, d, scale, to, stride);
+    });
+  }
+
+  scratch.inverse_sums.resize(rows);
+  for (int64_t r = 0; r < rows; ++r)
     scratch.inverse_sums[r] = softmax(scores + r * stride, task.limit + r / group, stride);
-    scratch.out[r] = out + ((task.token + r / group) * step.num_heads + kv_head * group + r % group) * d;
-  }
+
   constexpr int kPass = kChunks == 0 ? 1 : kChunks > 4 ? 4 : kChunks;  // four rows of four vectors fit the registers
-  for (int64_t c = 0; c < d / 16; c += kPass) {
-    all_weighted_values<kPass>(rows, scores, stride, values + 16 * c, offsets, longest, !values_fit,
-                               scratch.inverse_sums.data(), scratch.out.data());
-    for (float*& row : scratch.out) row += 16 * kPass;
-  }
+  for (int64_t first = 0; first < num_tiles; first += kValueTiles)
+    for (int64_t c = 0; c < d / 16; c += kPass)
+      by_four_rows(rows, [&](int64_t r, auto count) {
+        float* to[4];
+        for (int i = 0; i < decltype(count)::value; ++i) to[i] = scratch.out[r + i] + 16 * c;
+        for (int64_t t = first; t < std::min(first + kValueTiles, num_tiles); ++t) {
+          if (r == 0 && t + kTilesAhead < num_tiles) prefetch_tile(values + tiles[t + kTilesAhead] + 16 * c);
+          weighted_values<kPass, decltype(count)::value>(scores + r * stride + 16 * t, stride,
+                                                         values + tiles[t] + 16 * c, d,
+                                                         std::min<int64_t>(16, longest - 16 * t), to);
+        }
+      });
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < d; i += 16)
+      store(scratch.out[r] + i, load(scratch.out[r] + i) * splat(scratch.inverse_sums[r]));
 }
 
 inline std::vector<AttentionTask> attention_tasks(const AttentionStep& step) {
@@ -198,8 +223,8 @@ inline std::vector<AttentionTask> attention_tasks(const AttentionStep& step) {
   return tasks;
 }
 
-// qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim], rotated in place; caches: [slots, num_kv_heads,
-// head_dim]; out: [num_tokens, num_heads, head_dim]. head_dim: a multiple of 16.
+// qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim], rotated in place; caches: [blocks], ordered as above;
+// out: [num_tokens, num_heads, head_dim]. head_dim and block_size: multiples of 16.
 inline void run_attention(Context& context, const AttentionStep& step, float* qkv, float* keys, float* values,
                           float* out, std::vector<AttentionScratch>& scratch) {
   const int64_t piece = step.num_tokens <= 8 ? step.num_tokens : 16;

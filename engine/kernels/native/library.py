@@ -47,6 +47,7 @@ class AttentionStepStruct(ctypes.Structure):
         ("block_table", c_void_p), ("slot_mapping", c_void_p),
         ("table_stride", c_int64), ("num_requests", c_int64), ("num_tokens", c_int64),
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
+        ("block_stride", c_int64),
     ]  # fmt: skip
 
 
