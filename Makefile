@@ -39,12 +39,13 @@ test-slow: setup
 	$(BIN)/pytest -m "slow and not gpu" -n 2 --dist worksteal
 
 # The same tests as on the host: daemons keep what they load on an emulated GPU instead.
-EMULATED := tests/contract tests/restart/test_daemon_killed.py tests/restart/test_keeper.py
-EMULATED += tests/restart/test_failpoints.py tests/restart/test_failpoints_loader.py
+EMULATED := tests/contract tests/restart/test_daemon_killed.py tests/restart/test_keeper.py tests/restart/test_chaos.py
+EMULATED += $(sort $(wildcard tests/restart/test_failpoints*.py))
+EMULATED += tests/end_to_end/test_serving.py tests/end_to_end/test_forked_cores.py tests/end_to_end/test_rollout.py
 test-emulated: setup
-	for backend in cuda_vmm cuda_ipc; do \
-	  $(BIN)/python tests/fakes/cuda_machine.py $(BIN)/pytest $(EMULATED) --on $$backend -n 2 --dist worksteal || exit 1; \
-	done
+	failed=0; for backend in cuda_vmm cuda_ipc; do \
+	  $(BIN)/python tests/fakes/cuda_machine.py $(BIN)/pytest $(EMULATED) --on $$backend -n 2 --dist worksteal || failed=1; \
+	done; exit $$failed
 
 FUZZ_SECONDS := 120
 fuzz: setup
