@@ -167,8 +167,13 @@ def test_a_forked_core_has_no_descriptor_of_the_template(daemon: Any, start: Cal
     other = start(Server, daemon)
 
     def links(pid: int) -> set[str]:
-        folder = f"/proc/{pid}/fd"
-        return {os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}
+        folder = Path(f"/proc/{pid}/fd")
+        return {os.readlink(entry) + whose(pid, entry.name) for entry in folder.iterdir() if entry.is_symlink()}
+
+    def whose(pid: int, fd: str) -> str:
+        """Of a pidfd, for they all have one name."""
+        lines = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().splitlines()
+        return "".join(line for line in lines if line.startswith("Pid:"))
 
     held = links(template.process.pid) - {"/dev/null", "anon_inode:[eventpoll]"}
     for core in (server.core()["pid"], other.core()["pid"]):

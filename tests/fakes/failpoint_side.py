@@ -204,16 +204,20 @@ class Kept:
             return f"the books do not balance: {said}"
         if len(leases) != num_leases or any(lease.unclaimed for lease in leases):
             return f"{num_leases} leases are expected: {leases}"
-        return self._lost_descriptors(said.pid, live)
+        return self._lost_descriptors(said.pid, live, device.holder_pid)
 
-    def _lost_descriptors(self, daemon: int, live: list[Any]) -> str:
-        """Daemon and keeper hold the catalog, and of each generation the manifest and the segments: nothing else."""
+    def _lost_descriptors(self, daemon: int, live: list[Any], holder: int) -> str:
+        """Daemon and keeper hold the catalog, and of each generation the manifest and the segments: nothing else. A
+        holder, if there is one, has the segments instead."""
         wanted = []
         if tested_device() == "host":
             wanted += [f"{i}:{Path(g.checkpoint_paths[0]).name}" for g in live for i in range(g.num_segments)]
         if self.has_keeper:
             wanted += ["catalog", *["manifest"] * len(live)]
-        num_on_device = sum(g.num_segments for g in live) if has_device_descriptors() else 0
+        num_segments = sum(g.num_segments for g in live)
+        if holder and num_device_descriptors(holder) != num_segments:
+            return f"the holder has {num_device_descriptors(holder)} segments, not {num_segments}"
+        num_on_device = num_segments if has_device_descriptors() else 0
         for who, pid in (("daemon", daemon), ("keeper", self.under.pid)):
             if memfds(pid) != sorted(wanted):
                 return f"the {who} has {memfds(pid)}, and {sorted(wanted)} is wanted"
