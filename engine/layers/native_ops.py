@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from preload.engine.kernels.native.library import (
     LAYOUT_IDS,
     UNITS,
     AttentionStepStruct,
+    DecoderLayerStruct,
+    LinearPartStruct,
     NativeLibrary,
     WeightStruct,
 )
@@ -27,7 +30,21 @@ from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product
 from .native_sampling import NativeSampling
-from .ops import AddedProjection, Attention, Choose, Heads, LayerCache, Norm, Ops, Projection, Rotation, TorchOps
+from .ops import (
+    AddedProjection,
+    Attention,
+    Choose,
+    Heads,
+    Layer,
+    LayerCache,
+    Layers,
+    Norm,
+    Ops,
+    Projection,
+    Rotation,
+    TorchOps,
+    one_by_one,
+)
 from .weights import Weight
 
 _UNIT_NAMES = {"integers": "VNNI", "tiles": "AMX"}
@@ -80,6 +97,12 @@ class NativeOps:
             self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
             return TorchOps().attention(heads)
         return NativeAttention(self._library, heads, self._steps)
+
+    def layers(self, layers: Sequence[Layer]) -> Layers:
+        parts = [layer.operations() for layer in layers]
+        if not all(_is_native(operations) for operations in parts):
+            return one_by_one(layers)
+        return NativeLayers(self._library, parts)
 
     def _covers(self, *linears: Linear) -> bool:
         """Whether all of these are the kernels' to multiply; what is not is noted."""
@@ -137,6 +160,10 @@ class NativeLinear:
         self._norm = _address(norm.weight) if norm else None
         self._eps = norm.eps if norm else 0.0
         self._swiglu = int(swiglu)
+
+    def part(self) -> LinearPartStruct:
+        """The operation as a layer's part; what it points into lives as long as this object."""
+        return LinearPartStruct(self._weights, self._num_weights, self._norm, self._eps, self._swiglu)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: float32[num_tokens, num_cols]; residual: float32[num_tokens, num_rows], contiguous, overwritten with
@@ -213,14 +240,49 @@ class NativeAttention:
         self._steps = steps
         self._num_rows = heads.num_heads * heads.head_dim
 
+    def step(self, rotation: Rotation, keys: Tensor, batch: AttentionBatch) -> int:
+        """Address of the batch's structure, which lives until the next batch."""
+        return self._steps.address(self._heads, rotation, keys, batch)
+
     def __call__(self, qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
         keys, values = cache
         num_tokens = qkv.shape[0]
-        step = self._steps.address(self._heads, rotation, keys, batch)
+        step = self.step(rotation, keys, batch)
         out = torch.empty(num_tokens, self._num_rows)
         call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
         call(self._session, step, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
         return out
+
+
+class NativeLayers:
+    """All layers of a decoder in one call. See native/layers.h."""
+
+    def __init__(self, library: NativeLibrary, layers: Sequence[Sequence[Any]]) -> None:
+        """layers: of each, its operations, all native, as `Layer.operations` orders them."""
+        self._run, self._session = library.layers, library.session
+        self._owned = layers  # the structures point into these
+        self._attention: NativeAttention = layers[0][1]
+        self._structs = (DecoderLayerStruct * len(layers))()
+        for struct, (qkv, _, o, gated, down) in zip(self._structs, layers, strict=True):
+            struct.qkv, struct.o, struct.gated, struct.down = qkv.part(), o.part(), gated.part(), down.part()
+        self._caches: Sequence[LayerCache] | None = None
+
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch
+    ) -> Tensor:
+        if caches is not self._caches:
+            for struct, (keys, values) in zip(self._structs, caches, strict=True):
+                struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+            self._caches = caches
+        step = self._attention.step(rotation, caches[0][0], batch)
+        hidden = hidden.contiguous()
+        self._run(self._session, self._structs, len(self._structs), step, hidden.data_ptr())
+        return hidden
+
+
+def _is_native(operations: Sequence[object]) -> bool:
+    kinds = (NativeLinear, NativeAttention, NativeLinear, NativeLinear, NativeLinear)
+    return tuple(map(type, operations)) == kinds
 
 
 def weight_struct(weight: Weight, bias: Tensor | None = None) -> WeightStruct:

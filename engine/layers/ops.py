@@ -58,6 +58,20 @@ rotation, cache, batch) → dtype[num_tokens, num_heads·head_dim]. Rotates quer
 the cache, attends. The first argument may be overwritten."""
 
 
+class Layer(Protocol):
+    """A decoder's layer, as the operations it was built from."""
+
+    def operations(self) -> Sequence[object]:
+        """In the order of their use."""
+
+    def __call__(self, hidden: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor: ...
+
+
+Layers = Callable[[Tensor, Rotation, Sequence[LayerCache], AttentionBatch], Tensor]
+"""(hidden states: dtype[num_tokens, hidden_size], rotation, each layer's cache, batch) → hidden states after the last
+layer. The first argument may be overwritten."""
+
+
 class Choose(Protocol):
     """The token that a sampler chooses from each row of logits, without tensors of the vocabulary's size between."""
 
@@ -89,8 +103,22 @@ class Ops(Protocol):
     def attention(self, heads: Heads) -> Attention:
         """Rotary embedding, KV write and paged attention."""
 
+    def layers(self, layers: Sequence[Layer]) -> Layers:
+        """One layer after the other."""
+
     def describe(self) -> str:
         """One line for the log: which versions these are."""
+
+
+def one_by_one(layers: Sequence[Layer]) -> Layers:
+    """Layers that nothing computes together."""
+
+    def run(hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch) -> Tensor:
+        for layer, cache in zip(layers, caches, strict=True):
+            hidden = layer(hidden, rotation, cache, batch)
+        return hidden
+
+    return run
 
 
 class TorchOps:
@@ -134,6 +162,14 @@ class TorchOps:
             return paged_attention(apply_rotary(query, *rotation), *cache, batch).flatten(1)
 
         return attend
+
+    def layers(self, layers: Sequence[Layer]) -> Layers:
+        def run(hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch) -> Tensor:
+            for layer, cache in zip(layers, caches, strict=True):
+                hidden = layer(hidden, rotation, cache, batch)
+            return hidden
+
+        return run
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         out = self._product(x, linear.weight)

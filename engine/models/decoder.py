@@ -40,6 +40,7 @@ class Decoder:
         embedding = table.take_weight("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         self.embed = Embedding(embedding, compute_dtype)
         self.layers = [DecoderLayer(spec, table, i, ops) for i in range(spec.num_layers)]
+        self._run_layers = ops.layers(self.layers)
         self.norm_weight = table.take_vector("model.norm.weight", spec.hidden_size)
         lm_head = embedding
         if table.has("lm_head.weight") or not spec.tie_word_embeddings:
@@ -62,10 +63,7 @@ class Decoder:
         input_ids, positions: int64[num_tokens]. Writes this step's keys and values into `caches` by
         `batch.slot_mapping`.
         """
-        hidden = self.embed(input_ids)
-        rotation = self.rope(positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, rotation, cache, batch)
+        hidden = self._run_layers(self.embed(input_ids), self.rope(positions), caches, batch)
         return rms_norm(hidden, self.norm_weight, self.spec.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -111,6 +109,10 @@ class DecoderLayer:
         self.attention = Attention(spec, table, f"{prefix}.self_attn", norm, ops)
         norm_weight = table.take_vector(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size)
         self.mlp = FeedForward(spec, table, f"{prefix}.mlp", Norm(norm_weight, spec.rms_norm_eps), ops)
+
+    def operations(self) -> Sequence[object]:
+        """What the layer computes with, in order."""
+        return self.attention.qkv, self.attention.attend, self.attention.o, self.mlp.gated, self.mlp.down
 
     def __call__(self, hidden: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
         return self.mlp(self.attention(hidden, rotation, cache, batch))

@@ -1,6 +1,6 @@
 // The C interface, called through ctypes by native/library.py. Pointers are to float32 unless their type says more;
 // weights are read-only and never written. A session is one engine's threads and scratch; calls on it take turns.
-#include "attention.h"
+#include "layers.h"
 #include "sampling.h"
 
 struct Session {
@@ -8,6 +8,7 @@ struct Session {
       : context(num_threads, units), attention(num_threads), sampling(num_threads) {}
   Context context;
   std::vector<AttentionScratch> attention;
+  LayerScratch layers;
   std::vector<SamplingScratch> sampling;
 };
 
@@ -32,6 +33,12 @@ void preload_attention(Session* session, const AttentionStep* step, float* qkv, 
                        float* out) {
   std::lock_guard<std::mutex> lock(session->context.mutex);
   run_attention(session->context, *step, qkv, keys, values, out, session->attention);
+}
+
+void preload_layers(Session* session, const DecoderLayer* layers, int64_t num_layers, const AttentionStep* step,
+                    float* hidden) {
+  std::lock_guard<std::mutex> lock(session->context.mutex);
+  run_layers(session->context, layers, num_layers, *step, hidden, session->layers, session->attention);
 }
 
 void preload_sample(Session* session, const SamplingCall* call) {

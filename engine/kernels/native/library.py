@@ -51,6 +51,24 @@ class AttentionStepStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class LinearPartStruct(ctypes.Structure):
+    """`LinearPart` of layers.h."""
+
+    _fields_ = [
+        ("weights", c_void_p), ("num_weights", c_int64), ("norm_weight", c_void_p), ("eps", c_float),
+        ("swiglu", c_int32),
+    ]  # fmt: skip
+
+
+class DecoderLayerStruct(ctypes.Structure):
+    """`DecoderLayer` of layers.h."""
+
+    _fields_ = [
+        ("qkv", LinearPartStruct), ("o", LinearPartStruct), ("gated", LinearPartStruct), ("down", LinearPartStruct),
+        ("keys", c_void_p), ("values", c_void_p),
+    ]  # fmt: skip
+
+
 class SamplingCallStruct(ctypes.Structure):
     """`SamplingCall` of sampling.h."""
 
@@ -91,8 +109,11 @@ class NativeLibrary:
             library.preload_linear.restype = None
             library.preload_attention.argtypes = _ATTENTION_TYPES
             library.preload_attention.restype = None
+            library.preload_layers.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
+            library.preload_layers.restype = None
             library.preload_sample.argtypes = (c_void_p, c_void_p)
             library.preload_sample.restype = None
         self.linear, self.linear_without_gil = holding.preload_linear, releasing.preload_linear
         self.attention, self.attention_without_gil = holding.preload_attention, releasing.preload_attention
+        self.layers = releasing.preload_layers
         self.sample, self.sample_without_gil = holding.preload_sample, releasing.preload_sample
