@@ -42,6 +42,8 @@ test-slow: setup
 EMULATED := tests/contract tests/restart/test_daemon_killed.py tests/restart/test_keeper.py tests/restart/test_chaos.py
 EMULATED += $(sort $(wildcard tests/restart/test_failpoints*.py))
 EMULATED += tests/end_to_end/test_serving.py tests/end_to_end/test_forked_cores.py tests/end_to_end/test_rollout.py
+EMULATED += tests/restart/test_resource_faults.py tests/daemon/test_reload.py tests/cli/test_main.py
+EMULATED += tests/engine/test_core_process.py tests/end_to_end/test_recipes.py
 test-emulated: setup
 	failed=0; for backend in cuda_vmm cuda_ipc; do \
 	  $(BIN)/python tests/fakes/cuda_machine.py $(BIN)/pytest $(EMULATED) --on $$backend -n 2 --dist worksteal || failed=1; \

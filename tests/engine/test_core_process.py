@@ -140,6 +140,7 @@ def test_a_core_only_reads_quantized_weights(
     assert last.verified.num_tensors > 0
 
 
+@pytest.mark.by_descriptor
 def test_a_core_goes_on_while_its_daemon_is_gone_and_back(
     daemon: Any, checkpoint: Path, start_core: Any, tiny: Any
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_clock_that_jumps_changes_nothing(
             (lease,) = [lease for g in daemon.generations() for lease in g.leases]
             assert lease.age_ms < DEADLINE_S * 1000
             assert len(attachment.tensors["a"]) == 4096
+        del attachment  # memory of a holder is leased as long as anything refers to it
         wait_for(lambda: not any(g.leases for g in daemon.generations()), "the lease to end")
     assert daemon.stop() == 0
 
