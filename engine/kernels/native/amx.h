@@ -22,6 +22,16 @@ inline bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// Groups of 16 rows taken apart: of each, [num_blocks] tiles, and the rows' scales and minima; and what is asked for
+// while they are used, `piece` bytes for each block.
+struct AmxPanels {
+  const uint8_t* tiles;
+  const float *scales, *minima;
+  int64_t groups, num_blocks;
+  const uint8_t* ahead;
+  int64_t piece;
+};
+
 // The shapes of the tiles of one kind of planes, for a thread, until it ends.
 class TileShapes {
  public:
@@ -67,9 +77,11 @@ INLINE void multiply_block(const Planes& x, int64_t block, int64_t token, const 
 
 // Adds the blocks begin … end − 1 to out[t * out_stride + r], which holds what the blocks before gave.
 template <bool kSigned, bool kPairs, int kTokens>
-inline void amx_product16(const uint8_t* tiles, const float* scales, int64_t begin, int64_t end, const Planes& x,
-                           int64_t token, float* out, int64_t out_stride) {
+inline void amx_product16(const AmxPanels& panels, int64_t group, int64_t begin, int64_t end, const Planes& x,
+                          int64_t token, float* out, int64_t out_stride) {
   constexpr int64_t kTileSize = kPairs ? 1024 : 512;
+  const uint8_t* tiles = panels.tiles + group * panels.num_blocks * kTileSize;
+  const float* scales = panels.scales + group * panels.num_blocks * 16;
   alignas(64) int32_t products[2][768];
   V sums[kTokens];
 #pragma GCC unroll 16
@@ -78,6 +90,8 @@ inline void amx_product16(const uint8_t* tiles, const float* scales, int64_t beg
   for (int64_t block = begin; block < end; ++block) {
     if (const int64_t next = block + 1; next < end)
       multiply_block<kSigned, kPairs, kTokens>(x, next, token, tiles + next * kTileSize, products[next % 2]);
+    for (int64_t i = 0; i < panels.piece; i += 64)
+      __builtin_prefetch(panels.ahead + block * panels.piece + i, 0, 2);
     const int32_t* of = products[block % 2];
     const float* x_scales = x.scales + x.at(block, token);
     const V scale = load(scales + block * 16);
@@ -115,32 +129,29 @@ inline void add_minima(const float* minima, int64_t num_blocks, const Planes& x,
   for (int t = 0; t < kTokens; ++t) store(out + t * out_stride, load(out + t * out_stride) + sums[t]);
 }
 
-// The above, for panels of `groups` times 16 rows, and up to 16 tokens, of which a multiple of four is computed.
+// The above, for all groups, and up to 16 tokens, of which a multiple of four is computed.
 template <bool kSigned, bool kPairs, int kTokens>
-inline void amx_products16(const uint8_t* tiles, const float* scales, const float* minima, int64_t groups,
-                            int64_t num_blocks, int64_t begin, int64_t end, const Planes& x, int64_t token,
-                            float* out, int64_t out_stride) {
-  for (int64_t g = 0; g < groups; ++g) {
+inline void amx_products16(const AmxPanels& panels, int64_t begin, int64_t end, const Planes& x, int64_t token,
+                           float* out, int64_t out_stride) {
+  for (int64_t g = 0; g < panels.groups; ++g) {
     float* to = out + 16 * g;
-    amx_product16<kSigned, kPairs, kTokens>(tiles + g * num_blocks * (kPairs ? 1024 : 512),
-                                             scales + g * num_blocks * 16, begin, end, x, token, to, out_stride);
-    if (!kSigned && end == num_blocks)
-      add_minima<kTokens>(minima + g * num_blocks * 16, num_blocks, x, token, to, out_stride);
+    amx_product16<kSigned, kPairs, kTokens>(panels, g, begin, end, x, token, to, out_stride);
+    if (!kSigned && end == panels.num_blocks)
+      add_minima<kTokens>(panels.minima + g * end * 16, end, x, token, to, out_stride);
   }
 }
 
 // out[t * out_stride + r] for all rows of the panels. `out` has room for a multiple of four tokens.
 template <bool kSigned, bool kPairs>
-inline void amx_products(const uint8_t* tiles, const float* scales, const float* minima, int64_t groups,
-                         int64_t num_blocks, const Planes& x, int64_t token, int64_t tokens, float* out,
-                          int64_t out_stride) {
+inline void amx_products(const AmxPanels& panels, const Planes& x, int64_t token, int64_t tokens, float* out,
+                         int64_t out_stride) {
   const TileShapes shapes(kPairs);
-  for (int64_t begin = 0; begin < num_blocks; begin += kChunkBlocks) {
-    const int64_t end = std::min(begin + kChunkBlocks, num_blocks);
+  for (int64_t begin = 0; begin < panels.num_blocks; begin += kChunkBlocks) {
+    const int64_t end = std::min(begin + kChunkBlocks, panels.num_blocks);
     for (int64_t t = 0; t < tokens; t += kAmxTokens) {
       auto compute = [&](auto count) {
-        amx_products16<kSigned, kPairs, decltype(count)::value>(tiles, scales, minima, groups, num_blocks, begin, end,
-                                                                 x, token + t, out + t * out_stride, out_stride);
+        amx_products16<kSigned, kPairs, decltype(count)::value>(panels, begin, end, x, token + t,
+                                                                out + t * out_stride, out_stride);
       };
       switch ((std::min(kAmxTokens, tokens - t) + 3) / 4) {
         case 1: compute(std::integral_constant<int, 4>{}); break;

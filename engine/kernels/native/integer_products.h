@@ -74,13 +74,12 @@ inline void vnni_products(Source&& weights, int64_t num_blocks, const Planes& x,
   }
 }
 
-template <class I, bool kAll>
-INLINE void unpack_ahead(const SixteenRows<kAll>& rows, int64_t block, int64_t num_blocks, Unpacked& out) {
-  I::unpack(rows, block, out);
-  if (!kAll) return;
-  const int64_t bytes = 16 * rows.row_bytes, piece = (bytes / num_blocks + 63) / 64 * 64;
-  const uint8_t* ahead = rows.data + bytes + block * bytes / num_blocks;  // the same place of the next 16 rows
-  for (int64_t i = 0; i < piece; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+// How far ahead of their use weights are asked for: rows are shorter than a page, beyond which hardware does not look.
+constexpr int64_t kBytesAhead = 16 << 10;
+
+// Asks for `bytes` from `from` on.
+INLINE void prefetch(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Rows taken apart: of each group of 16, [num_blocks] tiles of the planes' kind, and the rows' scales and minima.
@@ -89,11 +88,15 @@ struct Panels {
   float *scales, *minima;
 };
 
+// Asks meanwhile for the next rows: `piece` bytes for each block.
 template <class I, bool kAll>
-inline void fill_panel(const SixteenRows<kAll>& rows, int64_t num_blocks, bool is_pairs, const Panels& to) {
+inline void fill_panel(const SixteenRows<kAll>& rows, int64_t num_blocks, bool is_pairs, int64_t piece,
+                       const Panels& to) {
+  const uint8_t* ahead = rows.data + 16 * rows.row_bytes;
   for (int64_t block = 0; block < num_blocks; ++block) {
     Unpacked w;
-    unpack_ahead<I>(rows, block, num_blocks, w);
+    I::unpack(rows, block, w);
+    prefetch(ahead + block * piece, piece);
     uint8_t* tile = to.tiles + block * (is_pairs ? 1024 : 512);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
@@ -133,18 +136,19 @@ inline void panel_product(const Weight& w, int64_t first, int64_t end, int64_t g
     return Panels{reinterpret_cast<uint8_t*>(at + all * 32 + block * tile_floats), at + block * 16,
                   at + (all + block) * 16};
   };
+  // Where a panel is used once, the next rows are asked for evenly: half while it is filled, half while it is used.
+  const int64_t bytes = 16 * w.row_bytes / num_blocks, piece = use_tiles && tokens <= 16 ? bytes / 2 : bytes;
   for (int64_t g = 0; g < groups; ++g)
     with_rows(w, first + 16 * g, end,
-              [&](const auto& rows) { fill_panel<I>(rows, num_blocks, x.is_pairs, panels_of(g)); });
+              [&](const auto& rows) { fill_panel<I>(rows, num_blocks, x.is_pairs, piece, panels_of(g)); });
 #if HAS_TILES
   if (use_tiles) {
     const Panels p = panels_of(0);
+    const uint8_t* ahead = row_of(w, first).data + 16 * w.row_bytes + piece * num_blocks;
+    const AmxPanels panels{p.tiles, p.scales, p.minima, groups, num_blocks, ahead, bytes - piece};
     if constexpr (I::kNibbles)
-      if (x.is_pairs)
-        return amx_products<false, true>(p.tiles, p.scales, p.minima, groups, num_blocks, x, token, tokens, sums,
-                                         stride);
-    return amx_products<I::kSigned, false>(p.tiles, p.scales, p.minima, groups, num_blocks, x, token, tokens, sums,
-                                           stride);
+      if (x.is_pairs) return amx_products<false, true>(panels, x, token, tokens, sums, stride);
+    return amx_products<I::kSigned, false>(panels, x, token, tokens, sums, stride);
   }
 #endif
   for (int64_t g = 0; g < groups; ++g) {
@@ -167,7 +171,11 @@ inline void integer_product(const Weight& w, int64_t first, int64_t end, const P
   if (tokens <= kVnniTokens && !use_tiles) {
     for (int64_t g = 0; g < groups; ++g)
       with_rows(w, first + 16 * g, end, [&](const auto& rows) {
-        auto direct = [&](int64_t block, Unpacked& out) { unpack_ahead<I>(rows, block, num_blocks, out); };
+        const uint8_t* ahead = rows.data + std::max(16 * rows.row_bytes, kBytesAhead);
+        auto direct = [&](int64_t block, Unpacked& out) {
+          I::unpack(rows, block, out);
+          prefetch(ahead + block * rows.block_bytes, rows.block_bytes);
+        };
         vnni_products<I>(direct, num_blocks, x, token, tokens, sums + 16 * g, stride);
       });
     return;

@@ -19,7 +19,7 @@ template <bool kAll>  // whether there are 16: if not, the last is repeated
 struct SixteenRows {
   const uint8_t* data;  // of the first row
   const float *scale, *minimum;
-  int64_t row_bytes, groups;
+  int64_t row_bytes, groups, block_bytes;  // of the 16 rows together
   int32_t last;
   __m512i numbers;  // 0 … last, last …
 
@@ -28,6 +28,7 @@ struct SixteenRows {
     data = row.data;
     groups = w.num_cols / 32;
     row_bytes = w.row_bytes;
+    block_bytes = 16 * row_bytes / groups;
     scale = w.layout == kInt8PerChannel ? w.scale + first : row.scale;
     minimum = row.minimum;
     last = static_cast<int32_t>(std::min<int64_t>(end - first, 16) - 1);
