@@ -273,8 +273,8 @@ def test_what_a_holder_cannot_free_at_once_is_freed_later(
     ("backend", "call", "status"), matrix(lambda backend: [*FINDING, *ENTERING, *MAPPING[backend]])
 )
 def test_what_fails_in_an_attach_fails_it_and_the_next_one_succeeds(
-    machine: Any, device: str, serving: Any, raw_checkpoint: Path, load_on: Any, attacher: Any, backend: str,
-    call: str, status: int,
+    machine: Any, device: str, serving: Any, raw_checkpoint: Path, load_on: Any, attacher: Any, wait_for: Any,
+    backend: str, call: str, status: int,
 ) -> None:  # fmt: skip
     daemon = serving(backend)
     load_on(daemon, raw_checkpoint, device)
@@ -294,7 +294,7 @@ def test_what_fails_in_an_attach_fails_it_and_the_next_one_succeeds(
     assert ask("attach") == first
     again = ask("fds")["num_fds"]
     assert ask("attach") == first
-    assert ask("fds")["num_fds"] == again, "no descriptor is left"
+    wait_for(lambda: ask("fds")["num_fds"] <= again, "gRPC to close its own: no descriptor is left")
 
 
 @pytest.mark.parametrize(("backend", "call", "status"), matrix(lambda backend: [*UNMAPPING[backend], *LEAVING]))
