@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(device: str, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
     from .gpu_attach import attach_times, deaths, holder_death
+    from .gpu_conversion import run as convert
     from .gpu_questions import run as ask_questions
 
     found = find_device(device)
@@ -103,6 +104,7 @@ def run(device: str, sizes: list[int], options: argparse.Namespace) -> dict[str,
     state.section("deaths", 20 + 3 * per_gib * small / (1 << 30), lambda: deaths(device, small))
     state.section("holder", 15 + per_gib * small / (1 << 30), lambda: holder_death(device, small))
     state.section("kernels", 60, lambda: _kernels(found))
+    state.section("conversion", 60, lambda: convert(device, small))
     if not options.no_starts:
         state.section("starts", 60, lambda: _starts(device, found, options))
     state.section("attach", min(attach_s, options.seconds / 3), lambda: attach_times(

@@ -56,6 +56,12 @@ def _kernels(found: dict[str, Any]) -> None:
         )
 
 
+def _conversion(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        rate = f"{row['s']:8.3f} s  {row['stored_gb_per_s']:6.2f} GB/s of stored bytes"
+        print(f"  {row['recipe']:18}  {rate}  {row['said']}")
+
+
 def _starts(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         seconds = "" if row["first_token_s"] is None else f"  first token after {row['first_token_s']:.3f} s"
@@ -69,5 +75,6 @@ _SHOWS: dict[str, Callable[[Any], None]] = {
     "holder": _events,
     "attach": _attach,
     "kernels": _kernels,
+    "conversion": _conversion,
     "starts": _starts,
 }

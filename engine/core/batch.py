@@ -52,6 +52,10 @@ class StagedTensor:
         self._ranges.clear()
 
 
+BlockWrite = tuple[int, int, Sequence[int]]
+"""(row, first column, blocks) of a block table."""
+
+
 class PersistentBatch:
     """The rows: token_ids int32[max_num_seqs, max_model_len], block_table int32[max_num_seqs, max_blocks],
     num_computed_tokens int64[max_num_seqs]."""
@@ -63,6 +67,7 @@ class PersistentBatch:
         self._token_ids = StagedTensor(max_num_seqs, max_model_len, torch.int32)
         self._block_table = StagedTensor(max_num_seqs, -(-max_model_len // block_size), torch.int32)
         self._num_blocks = [0] * max_num_seqs
+        self._block_writes: list[BlockWrite] | None = None
 
     @property
     def token_ids(self) -> Tensor:
@@ -76,13 +81,29 @@ class PersistentBatch:
         """A request takes a row; the first num_computed_tokens of it are in the KV cache already."""
         self._token_ids.stage(row, 0, token_ids)
         left_over = self._num_blocks[row] - len(blocks)
-        self._block_table.stage(row, 0, [*blocks, *([0] * left_over)])
+        self._stage_blocks(row, 0, [*blocks, *([0] * left_over)])
         self._num_blocks[row] = len(blocks)
         self.num_computed_tokens[row] = num_computed_tokens
 
     def append_blocks(self, row: int, blocks: Sequence[int]) -> None:
-        self._block_table.stage(row, self._num_blocks[row], blocks)
+        self._stage_blocks(row, self._num_blocks[row], blocks)
         self._num_blocks[row] += len(blocks)
+
+    def _stage_blocks(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        self._block_table.stage(row, start, blocks)
+        if self._block_writes is not None and blocks:
+            self._block_writes.append((row, start, blocks))
+
+    def take_block_writes(self) -> list[BlockWrite]:
+        """What was staged for the block table since the last call, in order, for a copy of it that is kept somewhere
+        else: it begins as zeros, and with the first call."""
+        writes, self._block_writes = self._block_writes, []
+        return writes if writes is not None else self._all_block_writes()
+
+    def _all_block_writes(self) -> list[BlockWrite]:
+        self._block_table.apply()
+        rows = self.block_table.tolist()
+        return [(row, 0, rows[row][:count]) for row, count in enumerate(self._num_blocks) if count]
 
     def append_token(self, row: int, position: int, token_id: int) -> None:
         self._token_ids.stage_one(row, position, token_id)

@@ -27,6 +27,8 @@ the KV cache has to hold at least one of full length."""
 POLICIES = ("fcfs", "priority")
 GRAPHS = ("before", "background", "off")
 """When decode graphs are captured on a GPU: before the core is ready, between its steps, or never."""
+ATTENTION_BACKENDS = ("triton", "flashinfer")
+"""What attends on a GPU."""
 _NOT_NEGATIVE = (
     "kv_cache_bytes", "max_model_len", "max_num_active_seqs", "long_prefill_threshold", "num_threads",
     "spawned_at_ns", "parent_pid",
@@ -60,6 +62,11 @@ class CoreConfig:
     graphs: str = _help(
         "on a GPU, when decode steps are captured as graphs: before the core is ready, in the background, or off",
         "background",
+    )
+    attention_backend: str = _help(
+        "on a GPU, what attends in steps that no graph replays: triton (our own kernels), or flashinfer (an extra "
+        "package; bfloat16 or float16)",
+        "triton",
     )
     socket_path: str = _help("Unix socket to serve on", "")
     max_num_seqs: int = _help("requests that run at once", 64)
@@ -103,6 +110,9 @@ class CoreConfig:
         options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
         if self.graphs not in GRAPHS:
             raise RequestError(f"graphs is {self.graphs!r}; it must be one of {', '.join(GRAPHS)}")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            known = " or ".join(ATTENTION_BACKENDS)
+            raise RequestError(f"attention_backend is {self.attention_backend!r}; it must be {known}")
         if not 0 <= self.memory_utilization <= 1:
             raise RequestError(f"memory_utilization is {self.memory_utilization}; it must be between 0 and 1")
         if self.scheduling_policy not in POLICIES:

@@ -128,6 +128,7 @@ class GraphInputs:
             block_table=self.block_table[:num_reqs],
             slot_mapping=self.slot_mapping[:num_tokens],
             num_decodes=num_reqs if num_tokens == num_reqs else 0,
+            is_replayed=True,
         )
         return self.input_ids[:num_tokens], self.positions[:num_tokens], batch
 

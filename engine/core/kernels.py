@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from preload.engine.errors import DeviceError
+from preload.engine.errors import DeviceError, RequestError
 from preload.engine.kernels.native.build import KernelsUnavailableError, find_or_build
 from preload.engine.kernels.native.library import NativeLibrary
 from preload.engine.layers.native_ops import native_ops
@@ -20,10 +20,17 @@ from .placement import Placement
 EMULATED_NOTE = "torch, by the host over the memory of an emulated device"
 
 
-def ops_on(placement: Placement, runtime_dir: str, dtype: torch.dtype, num_threads: int) -> Ops:
-    """Operations for where a core's weights are. Raises DeviceError if a GPU's kernels cannot be had."""
+def ops_on(
+    placement: Placement, runtime_dir: str, dtype: torch.dtype, num_threads: int, attention_backend: str = "triton"
+) -> Ops:
+    """Operations for where a core's weights are. `attention_backend`: of a GPU.
+
+    Raises DeviceError if a GPU's kernels cannot be had, RequestError for a backend that is of no use here."""
+    if attention_backend != "triton" and placement.device.type != "cuda":
+        where = "an emulated device" if placement.is_emulated else "host memory"
+        raise RequestError(f"attention_backend {attention_backend} computes on a GPU, and the weights are in {where}")
     if placement.device.type == "cuda":
-        ops: Ops = _triton_ops(placement.device, runtime_dir)
+        ops: Ops = _gpu_ops(placement.device, runtime_dir, dtype, attention_backend)
     elif placement.is_emulated:
         ops = TorchOps(note=EMULATED_NOTE)
     else:
@@ -32,7 +39,7 @@ def ops_on(placement: Placement, runtime_dir: str, dtype: torch.dtype, num_threa
     return ops
 
 
-def _triton_ops(device: torch.device, runtime_dir: str) -> Ops:
+def _gpu_ops(device: torch.device, runtime_dir: str, dtype: torch.dtype, attention_backend: str) -> Ops:
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -45,6 +52,10 @@ def _triton_ops(device: torch.device, runtime_dir: str) -> Ops:
 
     major, minor = torch.cuda.get_device_capability(device)
     use_cache(kernel_cache_dir(own_dir(runtime_dir)), 10 * major + minor)
+    if attention_backend == "flashinfer":
+        from preload.engine.layers.flashinfer_ops import FlashInferOps, load_flashinfer
+
+        return FlashInferOps(device, dtype, load_flashinfer())
     return TritonOps(device)
 
 

@@ -1,7 +1,9 @@
 """Steps on a GPU: inputs are made on the host, copied over, and computed there, by a graph where there is one.
 
 Owns the copies and the choice of graph or eager; the host's tensors may be changed as soon as a call returns, since
-each step's are copied to fresh pinned memory first. Nothing here waits for the device. `HostSteps` is the same for
+each step's are copied to fresh pinned memory first. Block tables, which grow with contexts, are not sent: the device
+has a copy of the batch's, and each step only what was staged for it crosses. Nothing here waits for the device.
+`HostSteps` is the same for
 whoever computes beside the model, a drafter, where all is on the host.
 """
 
@@ -18,6 +20,7 @@ from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.layers.ops import LayerCache
 from preload.engine.models.decoder import Decoder
 
+from .batch import BlockWrite
 from .graphs import DecodeGraphs, GraphInputs, Recorder, TorchRecorder, decode_sizes, graph_keys
 
 
@@ -74,6 +77,8 @@ class DeviceSteps:
         self._recorder = recorder
         self._inputs: GraphInputs | None = None
         self.graphs: DecodeGraphs | None = None
+        self.table: Tensor | None = None
+        """int32[max_num_seqs, max_num_blocks]: the batch's block table."""
 
     def of_another(self, decoder: Decoder, *, num_draft_tokens: int) -> DeviceSteps:
         """Those of a second decoder on the same device, as large as these."""
@@ -81,6 +86,20 @@ class DeviceSteps:
             decoder, self._device, max_num_seqs=self._max_num_seqs, max_num_blocks=self._max_num_blocks,
             num_draft_tokens=num_draft_tokens, recorder=self._recorder,
         )  # fmt: skip
+
+    def block_table(self, writes: Sequence[BlockWrite], rows: Tensor, width: int) -> Tensor:
+        """Of some rows, on the device, after these writes: int32[len(rows), width]. rows: int64[num_reqs]."""
+        if self.table is None:
+            shape = self._max_num_seqs, self._max_num_blocks
+            self.table = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        if writes:
+            by_row = sorted(writes, key=lambda write: write[0])  # later ones of a row stay later
+            counts = torch.tensor([0, *(len(blocks) for _, _, blocks in by_row)])
+            where = torch.tensor([row for row, _, _ in by_row]), torch.tensor([start for _, start, _ in by_row])
+            values = torch.tensor([block for _, _, blocks in by_row for block in blocks])
+            moved = (self.over(tensor.int()) for tensor in (*where, counts.cumsum(0), values))
+            self._decoder.scatter(self.table, *moved)
+        return self.table[:, :width].index_select(0, self.over(rows))
 
     def use_graphs(self, layers: Sequence[LayerCache], token_budget: int) -> None:
         """From now on graphs are captured for this KV cache, see `DecodeGraphs.capture_next`."""
@@ -143,6 +162,8 @@ class DeviceSteps:
         )
 
     def _pinned(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor  # it is there already
         return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
 
     def _over(self, tensor: Tensor) -> Tensor:

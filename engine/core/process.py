@@ -271,7 +271,7 @@ def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placem
             "load the checkpoint with a recipe that names one"
         )
     dtype = getattr(torch, resolved["compute_dtype"])
-    ops = ops_on(placement, config.runtime_dir, dtype, torch.get_num_threads())
+    ops = ops_on(placement, config.runtime_dir, dtype, torch.get_num_threads(), config.attention_backend)
     return Decoder(ModelSpec.from_dict(resolved["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
 
 

@@ -136,8 +136,11 @@ class Runner:
             composition = self._composition = Composition.of(rows, lengths, samples, num_drafts)
             table_changed = True
         if table_changed:
-            width = self.batch.num_blocks(composition.rows)
-            self._block_table = self.batch.block_table[:, :width].index_select(0, composition.idx_mapping)
+            width, mapping = self.batch.num_blocks(composition.rows), composition.idx_mapping
+            if self.on_device is None:
+                self._block_table = self.batch.block_table[:, :width].index_select(0, mapping)
+            else:
+                self._block_table = self.on_device.block_table(self.batch.take_block_writes(), mapping, width)
         return composition
 
     def _build(self, composition: Composition, sampling: Sequence[Request]) -> StepInputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from preload.engine.core.config import GRAPHS, POLICIES, check_block_size
+from preload.engine.core.config import ATTENTION_BACKENDS, GRAPHS, POLICIES, check_block_size
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -61,6 +61,13 @@ class FrontendConfig:
     graphs: str = field(
         default="background",
         metadata={"help": "on a GPU, when decode steps are captured as graphs", "choices": GRAPHS},
+    )
+    attention_backend: str = field(
+        default="triton",
+        metadata={
+            "help": "on a GPU, what attends in steps without a graph: triton, or flashinfer (an extra package)",
+            "choices": ATTENTION_BACKENDS,
+        },
     )
 
     max_num_seqs: int = field(default=64, metadata={"help": "sequences the core decodes at once"})

@@ -41,6 +41,8 @@ class AttentionBatch:
     """int64[num_tokens]: where each token's key and value go; −1 = padding, never written."""
     num_decodes: int
     """The first num_decodes requests have exactly one query token."""
+    is_replayed: bool = False
+    """Whether a graph reads it, whose content changes without the host being asked again."""
 
 
 def write_kv(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

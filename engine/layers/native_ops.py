@@ -26,14 +26,17 @@ from preload.engine.kernels.native.library import (
     NativeLibrary,
     WeightStruct,
 )
+from preload.engine.kernels.staging import scatter_ranges
 from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product
+from .native_mixture import native_mixture
 from .native_sampling import NativeSampling
 from .ops import (
     AddedProjection,
     Attention,
     Choose,
+    Experts,
     Heads,
     Layer,
     LayerCache,
@@ -42,6 +45,7 @@ from .ops import (
     Ops,
     Projection,
     Rotation,
+    Scatter,
     TorchOps,
     one_by_one,
 )
@@ -71,6 +75,7 @@ class NativeOps:
         self._note = note
         self._torch_attention = ""
         self._by_torch: set[str] = set()
+        self.scatter: Scatter = scatter_ranges
         self._steps = StepStructs()
 
     def describe(self) -> str:
@@ -97,6 +102,15 @@ class NativeOps:
             self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
             return TorchOps().attention(heads)
         return NativeAttention(self._library, heads, self._steps)
+
+    def mixture(self, experts: Experts, norm: Norm) -> Projection:
+        if not self._covers(experts.router, Linear(experts.gate_up), Linear(experts.down)):
+            return TorchOps().mixture(experts, norm)
+
+        def make(linears: Sequence[Linear], is_gated: bool) -> Projection:
+            return NativeLinear(self._library, linears, linears[0].weight.num_rows, swiglu=is_gated)
+
+        return native_mixture(experts, norm, make)
 
     def layers(self, layers: Sequence[Layer]) -> Layers:
         parts = [layer.operations() for layer in layers]

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from preload.engine.kernels.activation import swiglu
 from preload.engine.kernels.attention import AttentionBatch, paged_attention, write_kv
+from preload.engine.kernels.moe import choose_experts, mixture
 from preload.engine.kernels.norm import rms_norm
 from preload.engine.kernels.rotary import apply_rotary
+from preload.engine.kernels.staging import scatter_ranges
 
 from .linear import Linear, product
 from .weights import Weight
@@ -44,6 +46,21 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `router` tells how much each expert is liked, `gate_up` and `down` hold all experts' rows
+    as kernels/moe.py says, and a token goes to `per_token` of them, weighted by what is left of 1 among these."""
+
+    router: Linear
+    gate_up: Weight
+    down: Weight
+    per_token: int
+
+    @property
+    def count(self) -> int:
+        return self.router.weight.num_rows
 
 
 Projection = Callable[[Tensor], Tensor]
@@ -85,9 +102,15 @@ class Choose(Protocol):
         positions: int64[num_rows]; token_hashes: int32[vocab_size]. As engine/core/sampler.py and noise.py say."""
 
 
+Scatter = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""staging.scatter_ranges, of writes whose rows are grouped."""
+
+
 class Ops(Protocol):
     """Operations over resident weights. Each call returns the operation, ready to be called in every step."""
 
+    scatter: Scatter
+    """What a step has staged, into a table."""
     choose: Choose | None
     """None: the sampler's own, in torch."""
 
@@ -99,6 +122,9 @@ class Ops(Protocol):
 
     def gated_projection(self, gate: Linear, up: Linear, norm: Norm) -> Projection:
         """silu(gate(norm(x))) · up(norm(x))."""
+
+    def mixture(self, experts: Experts, norm: Norm) -> Projection:
+        """x + what the experts make of norm(x), which may overwrite x: dtype[num_tokens, hidden_size]."""
 
     def attention(self, heads: Heads) -> Attention:
         """Rotary embedding, KV write and paged attention."""
@@ -129,6 +155,7 @@ class TorchOps:
     def __init__(self, product: Callable[[Tensor, Weight], Tensor] = product, note: str = "torch") -> None:
         self._product = product
         self._note = note
+        self.scatter: Scatter = scatter_ranges
 
     def describe(self) -> str:
         return self._note
@@ -148,6 +175,16 @@ class TorchOps:
         def project(x: Tensor) -> Tensor:
             normed = rms_norm(x, norm.weight, norm.eps)
             return swiglu(self._linear(normed, gate), self._linear(normed, up))
+
+        return project
+
+    def mixture(self, experts: Experts, norm: Norm) -> Projection:
+        gate_up, down = ((weight.layout, weight.parts) for weight in (experts.gate_up, experts.down))
+
+        def project(x: Tensor) -> Tensor:
+            normed = rms_norm(x, norm.weight, norm.eps)
+            chosen = choose_experts(self._linear(normed, experts.router), experts.per_token, renormalize=True)
+            return x + mixture(normed, *chosen, gate_up, down, experts.count)
 
         return project
 

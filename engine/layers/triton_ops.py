@@ -8,7 +8,7 @@ the host, so a step can be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,15 +16,33 @@ from torch import Tensor
 
 from preload.engine.core.sampler import truncate
 from preload.engine.kernels.attention import AttentionBatch
-from preload.engine.kernels.triton import products
+from preload.engine.kernels.moe import mixture
+from preload.engine.kernels.triton import moe, products
 from preload.engine.kernels.triton.attention import paged_attention
 from preload.engine.kernels.triton.elementwise import rms_norm, rotate, swiglu
 from preload.engine.kernels.triton.sampling import gumbel_argmax
-from preload.engine.kernels.triton.scatter import write_kv
+from preload.engine.kernels.triton.scatter import scatter_ranges, write_kv
 from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product_by_rows
-from .ops import AddedProjection, Attention, Choose, Heads, LayerCache, Norm, Projection, Rotation
+from .ops import (
+    AddedProjection,
+    Attention,
+    Choose,
+    Experts,
+    Heads,
+    Layer,
+    LayerCache,
+    Layers,
+    Norm,
+    Projection,
+    Rotation,
+    Scatter,
+    one_by_one,
+)
+
+EagerAttention = Callable[[Tensor, LayerCache, AttentionBatch], Tensor]
+"""As paged_attention."""
 
 
 class TritonOps:
@@ -32,6 +50,7 @@ class TritonOps:
 
     def __init__(self, device: torch.device) -> None:
         self._by_torch: set[str] = set()
+        self.scatter: Scatter = scatter_ranges
         self.choose: Choose | None = partial(choose_tokens, device)
 
     def describe(self) -> str:
@@ -70,7 +89,28 @@ class TritonOps:
 
         return project
 
+    def mixture(self, experts: Experts, norm: Norm) -> Projection:
+        self._note([experts.router, Linear(experts.gate_up), Linear(experts.down)])
+        gate_up, down = ((weight.layout, weight.parts) for weight in (experts.gate_up, experts.down))
+
+        def project(x: Tensor) -> Tensor:
+            normed = rms_norm(x, norm.weight, norm.eps)
+            liked = torch.empty(x.shape[0], experts.count, dtype=x.dtype, device=x.device)
+            multiply(normed, experts.router, liked)
+            chosen = moe.choose_experts(liked, experts.per_token, renormalize=True)
+            mix = moe.mixture if _is_read(*gate_up, x.dtype) and _is_read(*down, x.dtype) else mixture
+            return x.add_(mix(normed, *chosen, gate_up, down, experts.count))
+
+        return project
+
+    def layers(self, layers: Sequence[Layer]) -> Layers:
+        return one_by_one(layers)
+
     def attention(self, heads: Heads) -> Attention:
+        return self._attention(heads, None)
+
+    def _attention(self, heads: Heads, eagerly: EagerAttention | None) -> Attention:
+        """`eagerly`: what attends in steps that no graph replays."""
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
 
         def attend(qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
@@ -79,6 +119,8 @@ class TritonOps:
             parts: Sequence[Tensor] = torch.split(by_head, sizes, dim=1)
             query, key, value = parts
             write_kv(*cache, key, value, batch.slot_mapping)
+            if eagerly is not None and not batch.is_replayed:
+                return eagerly(query, cache, batch).flatten(1)
             return paged_attention(query, *cache, batch).flatten(1)
 
         return attend
@@ -86,6 +128,11 @@ class TritonOps:
     def _note(self, linears: Sequence[Linear]) -> None:
         known = (DENSE, *products.LAYOUTS)
         self._by_torch.update(linear.weight.layout for linear in linears if linear.weight.layout not in known)
+
+
+def _is_read(layout: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Whether the kernels of a mixture multiply such a weight with activations of that type."""
+    return layout in products.LAYOUTS or (layout == DENSE and parts["weight"].dtype == dtype)
 
 
 def choose_tokens(

@@ -1,8 +1,8 @@
 """Conversions of stored rows into resident parts.
 
-The only module of the loader that needs torch; it is imported when a recipe converts something, since importing
-torch takes longer than many loads. Works on pieces of rows, so that memory stays bounded by the piece, not by the
-tensor. Owns no file and no segment.
+Imported when a recipe converts something, since importing torch takes longer than many loads. Works on pieces of
+rows, so that memory stays bounded by the piece, not by the tensor: `convert_rows` and `largest` on the host,
+`parts_of` and `magnitude_of` wherever the stored bytes are, without waiting there. Owns no file and no segment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from preload.engine.errors import CheckpointError
 from preload.engine.quantization import (
     dequantize,
     fp8_per_block,
@@ -51,59 +52,74 @@ def convert_rows(
     magnitude of the whole weight, for layouts that need it; what there is once for a weight comes with its first
     rows. Raises CheckpointError for a value that cannot be quantized.
     """
-    layout = step.layout
-    if layout not in _QUANTIZERS and layout not in NEED_AMAX:
-        return [_bytes(_in_order(step, stored, num_rows).to(getattr(torch, step.targets[0].dtype)))]
-    rows = _finite(step, _in_order(step, stored, num_rows), layout)
-    parts = _quantize_with(layout, rows, amax) if layout in NEED_AMAX else _QUANTIZERS[layout](rows)
-    pieces = [_bytes(part) for part in parts.values()]
-    if layout in NEED_AMAX and not is_first:
-        pieces[-1] = pieces[-1][:0]
-    return pieces
+    parts, are_finite = parts_of(step, torch.frombuffer(stored, dtype=torch.uint8), num_rows, amax, is_first=is_first)
+    if not bool(are_finite):
+        raise not_finite(step)
+    return [part.numpy().data.cast("B") for part in parts]
 
 
 def largest(step: Step, stored: bytearray | memoryview, num_rows: int) -> float:
     """The largest magnitude of some rows. Raises CheckpointError for a value that cannot be quantized."""
-    rows = _finite(step, _read_rows(step, stored, num_rows), step.layout)
-    return float(rows.abs().amax()) if rows.numel() else 0.0
+    found, are_finite = magnitude_of(step, torch.frombuffer(stored, dtype=torch.uint8), num_rows)
+    if not bool(are_finite):
+        raise not_finite(step)
+    return float(found)
+
+
+def parts_of(
+    step: Step, stored: Tensor, num_rows: int, amax: float = 0.0, *, is_first: bool = True
+) -> tuple[list[Tensor], Tensor]:
+    """What `convert_rows` gives, of bytes on any device and on that device: uint8[n] of each target; and bool[]:
+    whether all values can be quantized. stored: uint8[num_bytes]."""
+    layout, rows = step.layout, _read_rows(step, stored, num_rows)
+    if step.permuted_head_dim:
+        rows = _unpermute(rows, step.permuted_head_dim)
+    if layout not in _QUANTIZERS and layout not in NEED_AMAX:
+        kept = rows.to(getattr(torch, step.targets[0].dtype))
+        return [_bytes(kept)], torch.ones((), dtype=torch.bool, device=stored.device)
+    rows = rows.float()
+    are_finite = torch.isfinite(rows).all()
+    parts = _quantize_with(layout, rows, amax) if layout in NEED_AMAX else _QUANTIZERS[layout](rows)
+    pieces = [_bytes(part) for part in parts.values()]
+    if layout in NEED_AMAX and not is_first:
+        pieces[-1] = pieces[-1][:0]
+    return pieces, are_finite
+
+
+def magnitude_of(step: Step, stored: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """What `largest` gives, as `parts_of` does: float32[], bool[]."""
+    rows = _read_rows(step, stored, num_rows).float()
+    found = rows.abs().amax() if rows.numel() else torch.zeros((), device=stored.device)
+    return found, torch.isfinite(rows).all()
+
+
+def not_finite(step: Step) -> CheckpointError:
+    return fault(
+        step.source.file.path,
+        f"holds values that are not finite and cannot be quantized to {step.layout}; choose bf16 or f32",
+        step.source.name,
+    )
 
 
 def convert_packed(step: Step, stored: Sequence[memoryview]) -> list[memoryview]:
     """The bytes of each target of a packed weight, of those of its sources."""
-    return [_bytes(part) for part in unpack(step, stored).values()]
+    return [_bytes(part).numpy().data.cast("B") for part in unpack(step, stored).values()]
 
 
 def _quantize_with(layout: str, rows: Tensor, amax: float) -> dict[str, Tensor]:
     """The scale of the whole weight is the last part."""
-    whole = torch.tensor(amax, dtype=torch.float32)
+    whole = torch.full((), amax, dtype=torch.float32, device=rows.device)
     if layout == fp8_per_tensor.LAYOUT:
         return fp8_per_tensor.quantize(rows, fp8_per_tensor.scale_for(whole).reshape(1))
     return nvfp4.quantize(rows, nvfp4.global_scale_for(whole))
 
 
-def _in_order(step: Step, stored: bytearray | memoryview, num_rows: int) -> Tensor:
-    rows = _read_rows(step, stored, num_rows)
-    return _unpermute(rows, step.permuted_head_dim) if step.permuted_head_dim else rows
-
-
-def _finite(step: Step, rows: Tensor, layout: str) -> Tensor:
-    rows = rows.float()
-    if not bool(torch.isfinite(rows).all()):
-        raise fault(
-            step.source.file.path,
-            f"holds values that are not finite and cannot be quantized to {layout}; choose bf16 or f32",
-            step.source.name,
-        )
-    return rows
-
-
-def _read_rows(step: Step, stored: bytearray | memoryview, num_rows: int) -> Tensor:
+def _read_rows(step: Step, stored: Tensor, num_rows: int) -> Tensor:
     """Stored bytes → [num_rows, cols] (a vector is one column); GGUF blocks become float32."""
     dtype = step.source.dtype
     if dtype.startswith("gguf."):
-        blocks = torch.frombuffer(stored, dtype=torch.uint8).view(num_rows, -1)
-        return dequantize(dtype, {"weight": blocks})
-    return torch.frombuffer(stored, dtype=getattr(torch, dtype)).view(num_rows, -1)
+        return dequantize(dtype, {"weight": stored.view(num_rows, -1)})
+    return stored.view(getattr(torch, dtype)).view(num_rows, -1)
 
 
 def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
@@ -111,5 +127,5 @@ def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
     return rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -34,6 +34,9 @@ class Destination(Protocol):
     def write(self, segment: int, offset: int, data: memoryview) -> None:
         """Raises DeviceError, NoMemoryError, OSError."""
 
+    def address(self, segment: int, offset: int) -> int:
+        """Where that is, for what writes on the device by itself; only a GPU's destination is asked."""
+
     def finish(self) -> None:
         """Returns when every byte is in place. Raises DeviceError."""
 
@@ -70,6 +73,9 @@ class HostDestination:
         done = 0
         while done < len(data):
             done += os.pwrite(self._fds[segment], data[done:], offset + done)
+
+    def address(self, segment: int, offset: int) -> int:
+        raise AssertionError("memory of the host is written through descriptors")
 
     def finish(self) -> None:
         for pages in self._pages:
@@ -165,16 +171,19 @@ class DeviceDestination:
     def open(self, granted: Shared) -> None:
         self._mapping = DeviceMapping(self._context, granted, writable=True)
 
+    def address(self, segment: int, offset: int) -> int:
+        assert self._mapping is not None
+        return self._mapping.addresses[segment] + offset
+
     def write(self, segment: int, offset: int, data: memoryview) -> None:
         import numpy as np
 
-        assert self._mapping is not None
         lane: _Lane | None = getattr(self._local, "lane", None)
         if lane is None:
             lane = self._local.lane = _Lane(self._context)
             with self._lock:
                 self._lanes.append(lane)
-        lane.write(self._mapping.addresses[segment] + offset, np.frombuffer(data, np.uint8))
+        lane.write(self.address(segment, offset), np.frombuffer(data, np.uint8))
 
     def finish(self) -> None:
         for lane in self._lanes:

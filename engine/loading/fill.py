@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -24,6 +25,9 @@ from .files import TensorInfo
 from .plan import Plan
 from .resident_parts import NEED_AMAX, PIECE_ROWS
 from .steps import Resolved, Step
+
+if TYPE_CHECKING:
+    from .device_conversion import DeviceConversion, Piece
 
 PIECE_BYTES = 1 << 20
 """Bytes that a thread moves at a time: small enough to stay in its cache, large enough for the disk."""
@@ -48,7 +52,11 @@ class Filled:
 class Filler:
     """One pass over a checkpoint. Without a plan it only hashes."""
 
-    def __init__(self, resolved: Resolved, plan: Plan | None, write: Write | None) -> None:
+    def __init__(
+        self, resolved: Resolved, plan: Plan | None, write: Write | None, conversion: DeviceConversion | None = None
+    ) -> None:
+        """`conversion`: what converts elsewhere than on the host; packed weights come as a whole and stay here."""
+        self._conversion = conversion
         self._resolved = resolved
         self._plan = plan
         self._write = write
@@ -89,25 +97,70 @@ class Filler:
         if step.packing is not None:
             self._process_packed(step)
             return
+        if self._conversion is not None and step.converts:
+            self._process_elsewhere(step, self._conversion)
+            return
         hashers = [blake3() for _ in step.targets]
-        source = blake3()
         offsets = [0] * len(step.targets)
-        hashes_targets = self._plan is not None and (step.converts or step.permuted_head_dim > 0)
-        for stored, outputs in self._pieces(step):
-            if self._stopped:
-                return
-            source.update(stored)
-            for index, data in enumerate(outputs()):
-                if hashes_targets:
-                    hashers[index].update(data)
-                self._put(step, index, offsets[index], data)
-                offsets[index] += len(data)
-            with self._lock:
-                self._done_bytes += len(stored)
-        digest = source.digest()
-        self._filled.source_digests[step.source.name] = digest
+        is_other = step.converts or step.permuted_head_dim > 0 or bool(step.others)
+        hashes_targets = self._plan is not None and is_other
+        needs_amax = self._plan is not None and step.converts and step.layout in NEED_AMAX
+        amax = max(self._amax(part) for part in step.parts) if needs_amax else 0.0
+        for number, part in enumerate(step.parts):
+            source = blake3()
+            for stored, outputs in self._pieces(part, amax, number == 0):
+                if self._stopped:
+                    return
+                source.update(stored)
+                for index, data in enumerate(outputs()):
+                    if hashes_targets:
+                        hashers[index].update(data)
+                    self._put(step, index, offsets[index], data)
+                    offsets[index] += len(data)
+                with self._lock:
+                    self._done_bytes += len(stored)
+            self._filled.source_digests[part.source.name] = source.digest()
         for target, hasher in zip(step.targets, hashers, strict=True):
-            self._filled.resident_digests[target.name] = hasher.digest() if hashes_targets else digest
+            as_read = self._filled.source_digests[step.source.name]
+            self._filled.resident_digests[target.name] = hasher.digest() if hashes_targets else as_read
+
+    def _process_elsewhere(self, step: Step, conversion: DeviceConversion) -> None:
+        assert self._plan is not None
+        from .device_conversion import Piece  # torch
+
+        total = sum(target.num_bytes for target in step.targets)
+        total_rows = sum(part.num_rows for part in step.parts)
+        # A piece's share, and one entry more of each target: of scales for many rows the last may be for fewer.
+        spare = sum(target.num_bytes // max(1, target.shape[0]) for target in step.targets)
+        pieces: list[Piece] = []
+        for part in step.parts:
+            num_row_bytes, at_once = row_bytes(part), rows_per_piece(part)
+            for row in range(0, part.num_rows, at_once):
+                count = min(at_once, part.num_rows - row)
+                out_bytes = total * count // total_rows + spare
+                pieces.append(Piece(part, row * num_row_bytes, count * num_row_bytes, count, out_bytes, not pieces))
+        num_passes = 2 if step.layout in NEED_AMAX else 1
+        done_before = len(pieces) * (num_passes - 1)
+
+        def read(piece: Piece, into: memoryview) -> bool:
+            nonlocal done_before
+            if self._stopped:
+                return False
+            source = piece.part.source
+            source.file.read_into(into, source.offset + piece.start)
+            if done_before:
+                done_before -= 1
+                return True
+            with self._lock:
+                self._done_bytes += piece.num_bytes
+            return True
+
+        places = [self._plan.places[target.name] for target in step.targets]
+        found = conversion.convert(step, places, pieces, read)
+        if found is not None:
+            self._filled.source_digests.update(found[0])
+            for target, digest in zip(step.targets, found[1], strict=True):
+                self._filled.resident_digests[target.name] = digest
 
     def _process_packed(self, step: Step) -> None:
         """Weights that are stored as several tensors: hashed as they are read, converted whole."""
@@ -141,11 +194,12 @@ class Filler:
                 self._done_bytes += num_bytes
         self._filled.source_digests[source.name] = hasher.digest()
 
-    def _amax(self, step: Step, piece_bytes: int, num_row_bytes: int) -> float:
+    def _amax(self, step: Step) -> float:
         """The largest magnitude of a weight, by a reading of its own."""
         from .convert import largest  # torch
 
-        found = 0.0
+        found, num_row_bytes = 0.0, row_bytes(step)
+        piece_bytes = rows_per_piece(step) * num_row_bytes or PIECE_BYTES
         for start in range(0, step.source.num_bytes, piece_bytes):
             if self._stopped:
                 break
@@ -160,22 +214,23 @@ class Filler:
         place = self._plan.places[step.targets[index].name]
         self._write(place.segment, place.offset + offset, data)
 
-    def _pieces(self, step: Step) -> Iterator[tuple[memoryview, Callable[[], list[memoryview]]]]:
-        """Stored bytes piece by piece, each with the function that makes its resident bytes of it."""
+    def _pieces(
+        self, step: Step, amax: float, is_first: bool
+    ) -> Iterator[tuple[memoryview, Callable[[], list[memoryview]]]]:
+        """Stored bytes piece by piece, each with the function that makes its resident bytes of it. `is_first`:
+        whether the weight begins with these."""
         num_bytes, file = step.source.num_bytes, step.source.file
         writes = self._plan is not None and bool(step.targets)
         num_rows = rows_per_piece(step) if writes and (step.converts or step.permuted_head_dim) else 0
-        num_row_bytes = num_bytes // step.num_rows if step.num_rows else 0
+        num_row_bytes = row_bytes(step)
         piece_bytes = num_rows * num_row_bytes or PIECE_BYTES
-        needs_amax = writes and step.converts and step.layout in NEED_AMAX
-        amax = self._amax(step, piece_bytes, num_row_bytes) if needs_amax else 0.0
         for start in range(0, num_bytes, piece_bytes):
             stored = self._buffer(min(piece_bytes, num_bytes - start))
             file.read_into(stored, step.source.offset + start)
             if not writes:
                 yield stored, list
             elif step.converts:
-                yield stored, _converter(step, stored, len(stored) // num_row_bytes, amax, start == 0)
+                yield stored, _converter(step, stored, len(stored) // num_row_bytes, amax, is_first and start == 0)
             elif step.permuted_head_dim:
                 yield stored, _permuter(step, stored, num_row_bytes)
             else:
@@ -187,6 +242,11 @@ class Filler:
         if buffer is None or len(buffer) < num_bytes:
             buffer = self._scratch.buffer = bytearray(max(num_bytes, PIECE_BYTES))
         return memoryview(buffer)[:num_bytes]
+
+
+def row_bytes(step: Step) -> int:
+    """Of the stored tensor."""
+    return step.source.num_bytes // step.num_rows if step.num_rows else 0
 
 
 def rows_per_piece(step: Step) -> int:

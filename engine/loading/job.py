@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from preload.engine.cuda.devices import HOST
 from preload.engine.cuda.mapping import CUDA_IPC, CUDA_VMM, Shared
@@ -29,6 +30,9 @@ from .receipts import make_receipts
 from .resolve import check_tied, open_and_resolve
 from .steps import Resolved
 from .verify import read_manifest, verify
+
+if TYPE_CHECKING:
+    from .device_conversion import DeviceConversion
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -96,6 +100,7 @@ def _fill(
 ) -> Filled:
     """From the grant of segments to every byte in them; device memory is mapped no longer than that."""
     is_host = device in ("", HOST)
+    conversion: DeviceConversion | None = None
     if is_host:
         destination = make_destination(device)
     else:
@@ -110,10 +115,26 @@ def _fill(
                 from .convert import use_one_thread  # torch
 
                 use_one_thread()
+            if not is_host:
+                conversion = _conversion(device, resolved, destination)
         with timeline.phase("read"):
-            filled = _read(resolved, plan, destination, num_threads, control, "read")
+            filled = _read(resolved, plan, destination, num_threads, control, "read", conversion)
             destination.finish()
+        if conversion is not None:
+            print(f"conversion took {conversion.device.release()}", file=sys.stderr, flush=True)
         return filled
+
+
+def _conversion(device: str, resolved: Resolved, destination: Destination) -> DeviceConversion | None:
+    """What converts on the device that the weights go to, if it can; said in any case."""
+    from .cuda_conversion import choose_device
+    from .device_conversion import DeviceConversion
+
+    found, text = choose_device(device)
+    packed = any(step.packing is not None for step in resolved.steps)
+    by_cpu = "; packed weights by the CPU because they are converted whole" if packed and found is not None else ""
+    print(f"weights are {text}{by_cpu}", file=sys.stderr, flush=True)
+    return None if found is None else DeviceConversion(found, destination.address)
 
 
 def _digest(checkpoint: Checkpoint, resolved: Resolved, matches: bool, num_threads: int, control: Control) -> None:
@@ -158,10 +179,11 @@ def _read(
     num_threads: int,
     control: Control,
     phase: str,
+    conversion: DeviceConversion | None = None,
 ) -> Filled:
     """Moves or only hashes all bytes. Raises CheckpointError, also when tied weights turn out to differ."""
     total_bytes = resolved.num_source_bytes
-    filler = Filler(resolved, plan, destination.write if destination else None)
+    filler = Filler(resolved, plan, destination.write if destination else None, conversion)
     filled = filler.run(num_threads, lambda done_bytes: control.progress(phase, done_bytes, total_bytes))
     check_tied(resolved, filled.source_digests)
     return filled

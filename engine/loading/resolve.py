@@ -8,6 +8,7 @@ names file and tensor. Decides layouts; converts nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from preload.engine.errors import CheckpointError, RequestError
 from preload.engine.models.configs import apply_overrides, spec_from_config
@@ -16,11 +17,13 @@ from preload.engine.models.llama_names import (
     EMBEDDING,
     LM_HEAD,
     ROPE_FREQS,
+    ROUTER,
     ExpectedTensor,
     canonical_name,
     expected_tensors,
     is_ignorable,
     permuted_head_dim,
+    stacked_experts,
 )
 from preload.engine.models.spec import ModelSpec
 from preload.engine.recipe import Recipe
@@ -31,10 +34,10 @@ from .files import TensorInfo, fault
 from .gguf_types import BLOCK_TYPES
 from .packed import KEY as PACKING_KEY
 from .packed import packed_step, read_packing, split_packed
-from .resident_parts import GROUP_SIZES, resident_parts
+from .resident_parts import GROUP_SIZES, PIECE_ROWS, resident_parts
 from .steps import Packing, Resolved, Step, Target
 
-MODELS = ("auto", "llama", "raw")
+MODELS = ("auto", "llama", "mixtral", "raw")
 _DENSE_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -60,13 +63,24 @@ def open_and_resolve(path: str, recipe: Recipe) -> tuple[Checkpoint, Resolved]:
 def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
     packing = read_packing(checkpoint)
     spec = _spec(checkpoint, recipe, packing)
+    if recipe.model not in ("auto", spec.family):
+        raise RequestError(
+            f"model {recipe.model!r} is asked for, and {checkpoint.config_path} describes a {spec.family}"
+        )
     if spec.num_layers > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.config_path}: num_hidden_layers={spec.num_layers}, but {checkpoint.path} holds only "
             f"{len(checkpoint.tensors)} tensors; correct the configuration",
             {"file": checkpoint.config_path, "key": "num_hidden_layers"},
         )
-    expected = expected_tensors(spec)
+    if spec.num_experts > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.config_path}: num_local_experts={spec.num_experts}, but {checkpoint.path} holds only "
+            f"{len(checkpoint.tensors)} tensors; correct the configuration",
+            {"file": checkpoint.config_path, "key": "num_local_experts"},
+        )
+    expected, stacks = expected_tensors(spec), stacked_experts(spec)
+    in_stacks = {part for parts in stacks.values() for part in parts}
     is_gguf = checkpoint.format == "gguf"
     stored: dict[str, TensorInfo] = {}
     steps: list[Step] = []
@@ -83,14 +97,20 @@ def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
             steps.append(_rope_freqs(tensor, spec))
             continue
         _check_shape(tensor, expected.get(name), checkpoint, spec)
-        steps.append(_step(tensor, name, recipe, permuted_head_dim(name, spec) if is_gguf else 0))
+        if name not in in_stacks:
+            steps.append(_step(tensor, name, recipe, permuted_head_dim(name, spec) if is_gguf else 0))
     for name, parts in packed.items():
         assert packing is not None
+        if name in in_stacks:
+            raise fault(parts["qweight"].file.path if "qweight" in parts else checkpoint.path, "belongs to an expert "
+                        f"that {packing.method} has quantized, which is not supported; load the model's own "
+                        "checkpoint and choose a quantization", name)  # fmt: skip
         steps.append(packed_step(name, parts, expected.get(name), packing, recipe.quantization))
         if name in stored:
             raise fault(stored[name].file.path, "is there twice, plain and packed", name)
         stored[name] = steps[-1].source
     _check_complete(checkpoint, expected, stored, spec)
+    steps += [_stacked_step(name, [stored[part] for part in parts], recipe) for name, parts in stacks.items()]
     if not spec.tie_word_embeddings:
         return Resolved(spec.family, recipe, spec, steps, packing=packing)
     aliases = _lm_head_aliases(steps)
@@ -139,6 +159,7 @@ def _spec_values(spec: ModelSpec) -> dict[str, int]:
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "num_nextn_predict_layers": spec.num_mtp_layers,
+        "num_local_experts": spec.num_experts,
     }
 
 
@@ -173,9 +194,25 @@ def _step(tensor: TensorInfo, name: str, recipe: Recipe, head_dim: int) -> Step:
     return Step(tensor, targets, converts=not as_stored, permuted_head_dim=head_dim)
 
 
+def _stacked_step(name: str, tensors: list[TensorInfo], recipe: Recipe) -> Step:
+    """One resident weight of several stored ones, whose rows follow one another."""
+    first, *others = tensors
+    for other in others:
+        if other.dtype != first.dtype:
+            raise fault(other.file.path, f"is stored as {other.dtype}, but {first.name}, beside which it is to lie, "
+                        f"as {first.dtype}: convert the checkpoint", other.name)  # fmt: skip
+    rows_at_once = PIECE_ROWS.get(recipe.quantization, 1)
+    if any(tensor.shape[0] % rows_at_once for tensor in tensors):
+        raise fault(first.file.path, f"has {first.shape[0]} rows, not a multiple of {recipe.quantization}'s "
+                    f"{rows_at_once}, and belongs to an expert; choose another quantization", first.name)  # fmt: skip
+    whole = replace(first, shape=(sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
+    targets = _targets(whole, name, recipe)
+    return Step(first, targets, converts=targets != (_as_stored(whole, name),), others=tuple(others))
+
+
 def _targets(tensor: TensorInfo, name: str, recipe: Recipe) -> tuple[Target, ...]:
-    if len(tensor.shape) == 1:
-        return (Target(name, recipe.compute_dtype, tensor.shape),)
+    if len(tensor.shape) == 1 or (name.endswith(f"{ROUTER}.weight") and recipe.quantization not in _DENSE_DTYPES):
+        return (Target(name, recipe.compute_dtype, tensor.shape),)  # a router's few weights decide too much
     if recipe.quantization == "keep":
         return (_as_stored(tensor, name),)
     if recipe.quantization in _DENSE_DTYPES:

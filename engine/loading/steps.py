@@ -6,7 +6,7 @@ Plain data, shared by resolving (which makes steps), planning (which gives targe
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from preload.engine.models.spec import ModelSpec
 from preload.engine.recipe import LAYOUT_VERSION, Recipe, canonical_json
@@ -45,7 +45,8 @@ class Step:
 
     No target: its bytes only count for the digest. One target and not `converts`: it stays as it is, but for its
     rows if `permuted_head_dim` is set. Else the first target is the weight, the others its companions. With a
-    `packing`, the weight is stored as several tensors, which are read whole and converted together.
+    `packing`, the weight is stored as several tensors, which are read whole and converted together; without one,
+    `others` are further rows of the same weight.
     """
 
     source: TensorInfo
@@ -54,6 +55,11 @@ class Step:
     permuted_head_dim: int = 0  # 0: rows stay where they are
     packing: Packing | None = None
     others: tuple[TensorInfo, ...] = ()
+
+    @property
+    def parts(self) -> list[Step]:
+        """One after the other, what becomes of each stored tensor; of a packed weight there are none."""
+        return [replace(self, source=source, others=()) for source in self.sources]
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:

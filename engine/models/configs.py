@@ -2,7 +2,7 @@
 
 Owns the names of configuration keys, their defaults (those of Hugging Face's LlamaConfig) and their plausibility.
 A setting that this engine would not honour is refused, never ignored: activations, sliding windows, partial
-rotary, mixtures of experts. Rotary settings live in `rope_configs.py`.
+rotary, mixtures of experts in other families than Mixtral's. Rotary settings live in `rope_configs.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from preload.engine.errors import CheckpointError, RequestError
 from .rope_configs import rope_from_config, with_canonical_rope
 from .spec import ModelSpec
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
-MODEL_TYPES = {"llama": "llama", "mistral": "llama"}
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
+MODEL_TYPES = {"llama": "llama", "mistral": "llama", "mixtral": "mixtral"}
 OVERRIDABLE = (
     "attention_bias",
     "head_dim",
@@ -27,6 +27,7 @@ OVERRIDABLE = (
     "max_position_embeddings",
     "mlp_bias",
     "num_attention_heads",
+    "num_experts_per_tok",
     "num_hidden_layers",
     "num_key_value_heads",
     "num_nextn_predict_layers",
@@ -40,13 +41,13 @@ OVERRIDABLE = (
 )
 """Keys that a recipe may override."""
 
+_UNSUPPORTED = "is not supported by this engine; load with model 'raw' to keep the weights"
 _MAX_SIZE = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "sliding_window": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
-    "num_local_experts": (None, 0),
     "quantization_config": (None,),
 }
 """Keys whose other values change the model in a way that this engine does not compute."""
@@ -98,6 +99,7 @@ def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
         mlp_bias=reader.flag("mlp_bias"),
         rope=rope,
         num_mtp_layers=reader.num_mtp_layers(),
+        **reader.experts(family),
     )
 
 
@@ -158,7 +160,22 @@ class _Reader:
             raise self.wrong("num_nextn_predict_layers", "is not supported: a model has one such layer, or none")
         return value
 
+    def experts(self, family: str) -> dict[str, int]:
+        """The spec's fields; none for a family without a mixture of experts, which may not ask for one."""
+        if family != "mixtral":
+            if self._config.get("num_local_experts") not in (None, 0):
+                raise self.wrong("num_local_experts", _UNSUPPORTED)
+            return {}
+        if self.num_mtp_layers():
+            raise self.wrong("num_nextn_predict_layers", "is not supported beside a mixture of experts")
+        if self.flag("mlp_bias"):
+            raise self.wrong("mlp_bias", "is not supported beside a mixture of experts")
+        num_experts, per_token = self.size("num_local_experts", 8), self.size("num_experts_per_tok", 2)
+        if per_token > num_experts:
+            raise self.wrong("num_experts_per_tok", f"is more than num_local_experts={num_experts}")
+        return {"num_experts": num_experts, "num_experts_per_token": per_token}
+
     def check_neutral(self) -> None:
         for key, allowed in _NEUTRAL.items():
             if key in self._config and self._config[key] not in allowed:
-                raise self.wrong(key, "is not supported by this engine; load with model 'raw' to keep the weights")
+                raise self.wrong(key, _UNSUPPORTED)

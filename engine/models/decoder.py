@@ -15,10 +15,11 @@ from torch import Tensor
 from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.kernels.norm import rms_norm
 from preload.engine.layers.linear import Embedding, Linear
-from preload.engine.layers.ops import Heads, LayerCache, Norm, Ops, Rotation, TorchOps
+from preload.engine.layers.ops import Experts, Heads, LayerCache, Norm, Ops, Rotation, TorchOps
 from preload.engine.layers.rope import RotaryEmbedding
 from preload.engine.layers.weights import WeightTable
 
+from .llama_names import EXPERTS, ROUTER
 from .spec import ModelSpec
 
 
@@ -47,7 +48,7 @@ class Decoder:
             lm_head = table.take_weight("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.lm_head = ops.projection([Linear(lm_head)])
         self.kernels = ops.describe()
-        self.choose = ops.choose
+        self.choose, self.scatter = ops.choose, ops.scatter
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)
@@ -108,11 +109,13 @@ class DecoderLayer:
         norm = Norm(table.take_vector(f"{prefix}.input_layernorm.weight", spec.hidden_size), spec.rms_norm_eps)
         self.attention = Attention(spec, table, f"{prefix}.self_attn", norm, ops)
         norm_weight = table.take_vector(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size)
-        self.mlp = FeedForward(spec, table, f"{prefix}.mlp", Norm(norm_weight, spec.rms_norm_eps), ops)
+        norm = Norm(norm_weight, spec.rms_norm_eps)
+        kind = Mixture if spec.num_experts else FeedForward
+        self.mlp = kind(spec, table, prefix, norm, ops)
 
     def operations(self) -> Sequence[object]:
         """What the layer computes with, in order."""
-        return self.attention.qkv, self.attention.attend, self.attention.o, self.mlp.gated, self.mlp.down
+        return self.attention.qkv, self.attention.attend, self.attention.o, *self.mlp.operations()
 
     def __call__(self, hidden: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
         return self.mlp(self.attention(hidden, rotation, cache, batch))
@@ -139,13 +142,36 @@ class FeedForward:
 
     def __init__(self, spec: ModelSpec, table: WeightTable, prefix: str, norm: Norm, ops: Ops) -> None:
         inner, outer, bias = spec.intermediate_size, spec.hidden_size, spec.mlp_bias
-        gate = _linear(table, f"{prefix}.gate_proj", inner, outer, bias)
-        up = _linear(table, f"{prefix}.up_proj", inner, outer, bias)
+        gate = _linear(table, f"{prefix}.mlp.gate_proj", inner, outer, bias)
+        up = _linear(table, f"{prefix}.mlp.up_proj", inner, outer, bias)
         self.gated = ops.gated_projection(gate, up, norm)
-        self.down = ops.added_projection(_linear(table, f"{prefix}.down_proj", outer, inner, bias))
+        self.down = ops.added_projection(_linear(table, f"{prefix}.mlp.down_proj", outer, inner, bias))
+
+    def operations(self) -> Sequence[object]:
+        return self.gated, self.down
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.down(self.gated(hidden), hidden)
+
+
+class Mixture:
+    """residual + the experts' answers to norm(residual), each weighted by how much its token likes it."""
+
+    def __init__(self, spec: ModelSpec, table: WeightTable, prefix: str, norm: Norm, ops: Ops) -> None:
+        count, inner, outer = spec.num_experts, spec.intermediate_size, spec.hidden_size
+        experts = Experts(
+            router=_linear(table, f"{prefix}.{ROUTER}", count, outer, bias=False),
+            gate_up=table.take_weight(f"{prefix}.{EXPERTS}.gate_up.weight", count * 2 * inner, outer),
+            down=table.take_weight(f"{prefix}.{EXPERTS}.down.weight", count * outer, inner),
+            per_token=spec.num_experts_per_token,
+        )
+        self.mix = ops.mixture(experts, norm)
+
+    def operations(self) -> Sequence[object]:
+        return (self.mix,)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.mix(hidden)
 
 
 def _linear(table: WeightTable, name: str, num_rows: int, num_cols: int, bias: bool) -> Linear:

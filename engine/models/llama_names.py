@@ -1,7 +1,8 @@
 """The weights of the Llama family: what a spec needs, and how GGUF calls it.
 
 Canonical names are Hugging Face's. Owns the shapes a spec implies and, for messages, the configuration keys behind
-each of them; owns the row order of GGUF's q and k projections.
+each of them; owns the row order of GGUF's q and k projections. Mixtral's layers have a router and experts in place of
+the feed-forward; the experts' weights, stored one by one, are resident as two (`stacked_experts`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from .spec import ModelSpec
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 ROPE_FREQS = "rope_freqs.weight"
+ROUTER = "block_sparse_moe.gate"
+EXPERTS = "block_sparse_moe.experts"
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,42 @@ def _layer_tensors(spec: ModelSpec) -> Iterator[tuple[str, ExpectedTensor]]:
     mlp_keys = ("intermediate_size", "hidden_size")
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{norm}.weight", ExpectedTensor((hidden,), ("hidden_size",))
+    feed_forward: tuple[tuple[str, int, int, tuple[str, ...], bool], ...] = (
+        ("mlp.gate_proj", mlp, hidden, mlp_keys, spec.mlp_bias),
+        ("mlp.up_proj", mlp, hidden, mlp_keys, spec.mlp_bias),
+        ("mlp.down_proj", hidden, mlp, mlp_keys, spec.mlp_bias),
+    )
+    if spec.num_experts:
+        feed_forward = (
+            (ROUTER, spec.num_experts, hidden, ("num_local_experts", "hidden_size"), False),
+            *(
+                (f"{EXPERTS}.{expert}.{name}", rows, cols, mlp_keys, False)
+                for expert in range(spec.num_experts)
+                for name, rows, cols in (("w1", mlp, hidden), ("w2", hidden, mlp), ("w3", mlp, hidden))
+            ),
+        )
     for name, rows, cols, keys, bias in (
         ("self_attn.q_proj", q_size, hidden, q_keys, spec.attention_bias),
         ("self_attn.k_proj", kv_size, hidden, kv_keys, spec.attention_bias),
         ("self_attn.v_proj", kv_size, hidden, kv_keys, spec.attention_bias),
         ("self_attn.o_proj", hidden, q_size, q_keys, spec.attention_bias),
-        ("mlp.gate_proj", mlp, hidden, mlp_keys, spec.mlp_bias),
-        ("mlp.up_proj", mlp, hidden, mlp_keys, spec.mlp_bias),
-        ("mlp.down_proj", hidden, mlp, mlp_keys, spec.mlp_bias),
+        *feed_forward,
     ):
         yield f"{name}.weight", ExpectedTensor((rows, cols), keys)
         if bias:
             yield f"{name}.bias", ExpectedTensor((rows,), keys)
+
+
+def stacked_experts(spec: ModelSpec) -> dict[str, list[str]]:
+    """Resident weights that hold all experts of a layer, each by its stored ones in the order of their rows: of
+    every expert gate and up projection, and of every expert the down projection."""
+    experts = range(spec.num_experts)
+    stacks: dict[str, list[str]] = {}
+    for layer in range(spec.num_layers if spec.num_experts else 0):
+        prefix = f"model.layers.{layer}.{EXPERTS}"
+        stacks[f"{prefix}.gate_up.weight"] = [f"{prefix}.{e}.{w}.weight" for e in experts for w in ("w1", "w3")]
+        stacks[f"{prefix}.down.weight"] = [f"{prefix}.{e}.w2.weight" for e in experts]
+    return stacks
 
 
 def _mtp_tensors(spec: ModelSpec) -> Iterator[tuple[str, ExpectedTensor]]:

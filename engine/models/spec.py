@@ -41,11 +41,16 @@ class ModelSpec:
     num_mtp_layers: int = 0
     """Multi-token-prediction heads behind the last layer: 0 or 1. See `MtpHead`."""
 
+    num_experts: int = 0
+    """Of each layer's mixture of experts, whose weights are normalized over the chosen ones. 0: one feed-forward."""
+    num_experts_per_token: int = 0
+
     def to_dict(self) -> dict[str, Any]:
-        """Without heads it is what it was before there were any, so that identities stay."""
+        """Without heads or experts it is what it was before there were any, so that identities stay."""
         value = asdict(self)
-        if not self.num_mtp_layers:
-            del value["num_mtp_layers"]
+        for name in ("num_mtp_layers", "num_experts", "num_experts_per_token"):
+            if not value[name]:
+                del value[name]
         return value
 
     @staticmethod

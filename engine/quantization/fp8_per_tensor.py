@@ -15,14 +15,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .minifloat import E4M3_MAX, to_e4m3
+from .minifloat import E4M3_MAX, divided, to_e4m3
 
 LAYOUT = "fp8_per_tensor"
 
 
 def scale_for(amax: Tensor) -> Tensor:
     """amax: float32 of any shape, not negative → the scale of weights with that maximum."""
-    return torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    return torch.where(amax > 0, divided(amax, E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
 def quantize(weight: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:

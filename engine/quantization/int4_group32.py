@@ -19,6 +19,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .minifloat import divided
+
 LAYOUT = "int4_group32"
 GROUP_SIZE = 32
 WIDER_LAYOUTS = {"int4_group64": 64, "int4_group128": 128}
@@ -30,7 +32,8 @@ def quantize(weight: Tensor, group_size: int = GROUP_SIZE) -> dict[str, Tensor]:
         raise ValueError(f"{weight.shape[1]} columns are not a multiple of {group_size}")
     groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
-    scale = high / 15.0 - low / 15.0  # not (high − low) / 15: the difference of two finite numbers may overflow
+    # Not (high − low) / 15: the difference of two finite numbers may overflow.
+    scale = divided(high, 15.0) - divided(low, 15.0)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(2)
     q = torch.round((groups - low.unsqueeze(2)) / divisor).clamp_(0, 15).to(torch.uint8).flatten(1)
     return {"weight": q[:, 0::2] | (q[:, 1::2] << 4), "scale": scale, "min": low}

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .minifloat import divided
+
 LAYOUT = "int8_per_channel"
 
 
 def quantize(weight: Tensor) -> dict[str, Tensor]:
     """`weight: float32[rows, cols]`, finite → parts. Any rows may be quantized alone."""
-    scale = weight.abs().amax(dim=1) / 127.0
+    scale = divided(weight.abs().amax(dim=1), 127.0)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
     q = torch.round(weight / divisor).clamp_(-127, 127).to(torch.int8)
     return {"weight": q, "scale": scale}

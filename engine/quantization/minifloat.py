@@ -20,6 +20,12 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+def divided(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device. On a GPU, torch multiplies by the reciprocal of a Python number, and
+    weights that are converted there would not be those that a CPU makes."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def to_e4m3(x: Tensor) -> Tensor:
     """float32[...] → float8_e4m3fn[...], saturating: torch alone would make a NaN of what is too large."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

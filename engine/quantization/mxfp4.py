@@ -19,6 +19,7 @@ from torch import Tensor
 from .minifloat import (
     E2M1_MAX,
     ceil_e8m0,
+    divided,
     from_e2m1_codes,
     from_e8m0,
     grouped,
@@ -35,7 +36,7 @@ MIN_AMAX = 6 * 2.0**-126
 def quantize(weight: Tensor) -> dict[str, Tensor]:
     """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if cols % 32 != 0."""
     groups = grouped(weight, GROUP_SIZE)
-    scale = ceil_e8m0(groups.abs().amax(dim=2).clamp(min=MIN_AMAX) / E2M1_MAX)
+    scale = ceil_e8m0(divided(groups.abs().amax(dim=2).clamp(min=MIN_AMAX), E2M1_MAX))
     codes = to_e2m1_codes(groups / from_e8m0(scale).unsqueeze(2)).view(weight.shape)
     return {"weight": pack_nibbles(codes), "scale": scale}
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .minifloat import E4M3_MAX, ceil_e8m0, from_e8m0, grouped, to_e4m3
+from .minifloat import E4M3_MAX, ceil_e8m0, divided, from_e8m0, grouped, to_e4m3
 
 LAYOUT = "mxfp8"
 GROUP_SIZE = 32
@@ -26,7 +26,7 @@ MIN_AMAX = 1e-4
 def quantize(weight: Tensor) -> dict[str, Tensor]:
     """`weight: float32[rows, cols]`, finite → parts, row by row. Raises ValueError if cols % 32 != 0."""
     groups = grouped(weight, GROUP_SIZE)
-    scale = ceil_e8m0(groups.abs().amax(dim=2).clamp(min=MIN_AMAX) / E4M3_MAX)
+    scale = ceil_e8m0(divided(groups.abs().amax(dim=2).clamp(min=MIN_AMAX), E4M3_MAX))
     quantized = to_e4m3(groups / from_e8m0(scale).unsqueeze(2))
     return {"weight": quantized.view(weight.shape), "scale": scale}
 

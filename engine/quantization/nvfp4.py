@@ -21,6 +21,7 @@ from torch import Tensor
 from .minifloat import (
     E2M1_MAX,
     E4M3_MAX,
+    divided,
     from_e2m1_codes,
     grouped,
     pack_nibbles,
@@ -49,7 +50,7 @@ def quantize(weight: Tensor, global_scale: Tensor | None = None) -> dict[str, Te
     if global_scale is None:
         amax = weight.abs().amax() if weight.numel() else torch.zeros((), device=weight.device)
         global_scale = global_scale_for(amax)
-    wanted = groups.abs().amax(dim=2) * (global_scale / E2M1_MAX)
+    wanted = groups.abs().amax(dim=2) * divided(global_scale, E2M1_MAX)
     scale = to_e4m3(wanted.clamp(MIN_SCALE, E4M3_MAX))
     codes = to_e2m1_codes(groups * global_scale / scale.float().unsqueeze(2))  # in this order: a tie stays a tie
     return {"weight": pack_nibbles(codes.view(weight.shape)), "scale": scale, "global_scale": global_scale}

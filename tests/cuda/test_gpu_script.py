@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ["questions", "deaths", "holder", "kernels", "starts", "attach"]
+SECTIONS = ["questions", "deaths", "holder", "kernels", "conversion", "starts", "attach"]
 SMALL = "--max-model-len 256 --max-num-seqs 2 --token-budget 64"
 
 
@@ -26,6 +26,7 @@ def test_the_script_runs_to_its_end_and_finds_what_the_driver_does(tmp_path: Pat
     check_questions(result)
     check_attaches(result)
     check_starts(result)
+    check_conversion(result)
 
 
 def check_sections(table: str, result: dict[str, Any]) -> None:
@@ -35,6 +36,15 @@ def check_sections(table: str, result: dict[str, Any]) -> None:
     assert result["machine"]["driver"] == "emulated driver"
     assert "emulated driver: no figure here says anything about a GPU" in table
     assert all(f"\n{name} (" in table for name in SECTIONS)
+
+
+def check_conversion(result: dict[str, Any]) -> None:
+    """It is said by whom, and why not by the device: vectors are converted by every recipe."""
+    rows = {row["recipe"]: row["said"] for row in result["sections"]["conversion"]}
+    assert len(rows) == 7
+    for said in rows.values():
+        assert said.startswith("converted by the CPU because cuda:GPU-")
+        assert said.endswith("is emulated")
 
 
 def check_deaths(result: dict[str, Any]) -> None:

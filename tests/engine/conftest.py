@@ -55,3 +55,4 @@ simulate = pytest.fixture(scope="session")(lambda: _load_fake("scheduler_simulat
 
 _strict_device = _load_fake("strict_device")
 gpu_of_the_host = _strict_device.gpu_of_the_host
+load_strict = pytest.fixture(scope="session")(lambda: _strict_device)

@@ -117,6 +117,12 @@ def test_speculating_on_a_device_answers_as_the_host_without(
     core.warm_up(4)
     got = run_core(core, *asked(make_request, **sampling))
     assert {n: e.token_ids for n, e in got.items()} == {n: e.token_ids for n, e in plain.items()}
+    steps, batch = core.runner.on_device, core.runner.batch
+    assert steps is not None
+    assert steps.table is not None
+    steps.block_table(batch.take_block_writes(), torch.tensor([0]), 1)
+    batch.apply()
+    assert steps.table.tolist() == batch.block_table.tolist(), "the device's copy of the block table is the host's"
     if method == "draft" or not sampling:  # what a random model samples does not repeat itself
         assert sum(speculator.acceptance.num_drafted) > (30 if method == "draft" else 3)
     graphs = [steps.graphs for steps in (core.runner.on_device, speculator.drafter) if steps.graphs]

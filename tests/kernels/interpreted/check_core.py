@@ -6,7 +6,7 @@ them again), tokens are chosen by the sampling kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from preload.engine.core.core import EngineCore
 from preload.engine.core.on_device import DeviceSteps
+from preload.engine.core.placement import HostPlacement
 from preload.engine.core.request import Request, SamplingParams
 from preload.engine.core.sampler import Sampler
 from preload.engine.core.speculation.build import speculate
@@ -44,6 +45,13 @@ class Recorder:
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         graph = Graph(work, work())
         return graph, graph.out
+
+
+class Placement(HostPlacement):
+    """Keys and values lie as on a GPU: a layer's in one piece, as its kernels want them."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
 
 def decoder(ops: Any) -> Decoder:
@@ -90,7 +98,7 @@ def test_a_core_says_the_same_by_kernels_graphs_and_sampling_of_a_gpu() -> None:
     expected = run(EngineCore(decoder(TorchOps()), **settings))
     model = decoder(TritonOps(CPU))
     steps = DeviceSteps(model, CPU, max_num_seqs=5, max_num_blocks=12, recorder=Recorder())
-    core = EngineCore(model, **settings, on_device=steps)
+    core = EngineCore(model, **settings, placement=Placement(), on_device=steps)
     core.use_graphs()
     while core.num_missing_graphs:
         core.capture_graph()
@@ -105,7 +113,7 @@ def test_drafts_are_verified_by_a_gpus_kernels_and_graphs() -> None:
     expected = run(EngineCore(decoder(TorchOps()), **settings))
     model = decoder(TritonOps(CPU))
     steps = DeviceSteps(model, CPU, max_num_seqs=5, max_num_blocks=12, num_draft_tokens=3, recorder=Recorder())
-    core = EngineCore(model, **settings, on_device=steps)
+    core = EngineCore(model, **settings, placement=Placement(), on_device=steps)
     speculator = speculate(core, "draft", num_draft_tokens=3, draft=decoder(TritonOps(CPU)), adaptive=False)
     core.use_graphs()
     while core.num_missing_graphs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from preload.engine.kernels.triton.attention import paged_attention, paged_decod
 from preload.engine.kernels.triton.elementwise import rms_norm
 from preload.engine.kernels.triton.moe import choose_experts, group_pairs, mixture
 from preload.engine.kernels.triton.scatter import write_kv
+from preload.engine.layers.ops import Heads, LayerCache, TorchOps
+from preload.engine.layers.triton_ops import TritonOps
 
 FLOAT32 = torch.float32
 
@@ -47,6 +51,27 @@ def test_prefills_that_pad_a_batch_leave_zeros() -> None:
     expected = reference_attention(query[:43], keys, values, batch)
     torch.testing.assert_close(got[:43], expected, atol=1e-6, rtol=1e-6)
     assert not got[43:].any()
+
+
+def test_another_backend_attends_in_eager_steps_only() -> None:
+    """After our own kernels have rotated queries and keys and written keys and values."""
+    keys, values, batch = make_batch([(20, 1), (5, 3)], 16, 2, 64, FLOAT32)
+    batch = replace(batch, slot_mapping=torch.full((4,), -1))
+    asked: list[torch.Tensor] = []
+
+    def eagerly(query: torch.Tensor, cache: LayerCache, of: AttentionBatch) -> torch.Tensor:
+        asked.append(query)
+        return reference_attention(query, *cache, of) + 1000
+
+    attend = TritonOps(torch.device("cpu"))._attention(Heads(4, 2, 64), eagerly)
+    qkv, angles = rand(4, 8 * 64, dtype=FLOAT32), rand(4, 32, dtype=FLOAT32)
+    rotation = angles.cos(), angles.sin()
+    own = attend(qkv.clone(), rotation, (keys, values), replace(batch, is_replayed=True))
+    assert not asked
+    others = attend(qkv.clone(), rotation, (keys, values), batch)
+    torch.testing.assert_close(others - 1000, own, atol=2e-4, rtol=1e-4)
+    expected = TorchOps().attention(Heads(4, 2, 64))(qkv, rotation, (keys.clone(), values.clone()), batch)
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 16])

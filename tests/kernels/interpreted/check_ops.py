@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,7 +31,12 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 33
 CPU = torch.device("cpu")
 
 
-def make_tensors(layout: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+EXPERTS = replace(SPEC, family="mixtral", num_experts=5, num_experts_per_token=2)
+
+
+def make_tensors(
+    layout: str, dtype: torch.dtype, spec: ModelSpec = SPEC
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     generator = torch.Generator().manual_seed(0)
     hidden, inner, heads, kv = SPEC.hidden_size, SPEC.intermediate_size, 64, 32
     shapes: dict[str, tuple[int, ...]] = {
@@ -44,8 +51,14 @@ def make_tensors(layout: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tenso
             shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
         shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, heads)
         shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
-        shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        if spec.num_experts:
+            shapes[f"{prefix}block_sparse_moe.gate.weight"] = (spec.num_experts, hidden)
+            for name, size in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner))):
+                rows = spec.num_experts * size[0]
+                shapes[f"{prefix}block_sparse_moe.experts.{name}.weight"] = (rows, size[1])
+        else:
+            shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+            shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
         shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     tensors, layouts = {}, {}
     for name, shape in shapes.items():
@@ -59,9 +72,9 @@ def make_tensors(layout: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tenso
     return tensors, layouts
 
 
-def run(layout: str, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
+def run(layout: str, dtype: torch.dtype, ops: Ops, spec: ModelSpec = SPEC) -> torch.Tensor:
     """Logits of two prefills, then of two decodes beside another prefill."""
-    decoder = Decoder(SPEC, *make_tensors(layout, dtype), dtype, ops)
+    decoder = Decoder(spec, *make_tensors(layout, dtype, spec), dtype, ops)
     shape = (NUM_BLOCKS, BLOCK_SIZE, SPEC.num_kv_heads, SPEC.head_dim)
     caches = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(SPEC.num_layers)]
     table = torch.tensor([[5, 9, 2, 0], [7, 1, 0, 0], [3, 8, 0, 0]], dtype=torch.int32)
@@ -90,6 +103,21 @@ def test_a_decoder_computes_the_same_logits(layout: str, dtype: torch.dtype) -> 
     expected, got = run(layout, dtype, TorchOps()), run(layout, dtype, TritonOps(CPU))
     error = float((got - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("dense", torch.float32),
+        ("dense", torch.bfloat16),
+        ("mxfp4", torch.float32),
+        ("fp8_per_tensor", torch.float32),
+    ],
+)
+def test_a_mixture_of_experts_computes_the_same_logits(layout: str, dtype: torch.dtype) -> None:
+    expected, got = (run(layout, dtype, ops, EXPERTS) for ops in (TorchOps(), TritonOps(CPU)))
+    error = float((got - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == torch.float32 else 6e-2)
 
 
 def test_what_torch_computes_is_said() -> None:
