@@ -59,7 +59,7 @@ class Holder:
         self._path = path
         self._listener = _listen(path)
         self._daemon = control
-        self._is_kept = control is None  # started by a service manager: it waits for whoever comes
+        self._is_service = self._is_kept = control is None  # a service manager's: it waits for whoever comes
         self._had_keeper = False
         self._alone_since_s: float | None = None
         self._id = secrets.token_hex(16)
@@ -105,7 +105,7 @@ class Holder:
         if self.failure is not None or not self._is_kept:
             return True
         if (
-            not self._had_keeper
+            (self._is_service and not self._had_keeper)
             or _is_held(self._runtime_dir, KEEPER_LOCK)
             or _is_held(self._runtime_dir, DAEMON_LOCK)
         ):

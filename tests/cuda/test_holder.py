@@ -180,6 +180,22 @@ def test_a_kept_holder_ends_when_the_keeper_is_gone_as_well(
     assert machine.used_bytes(0) == 0
 
 
+def test_a_holder_ends_when_a_daemon_of_another_service_manager_does_not_come_back(
+    machine: Any, device: str, make_daemon: Any, raw_checkpoint: Path, load_on: Any, owner_pid: Any, wait_for: Any,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """There is no keeper whose end could be seen, and no group of processes that ends as a whole."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        daemon = make_daemon(*IPC)
+        load_on(daemon, raw_checkpoint, device)
+        holder = machine.process(owner_pid(daemon))
+        daemon.kill()
+        wait_for(lambda: not holder.is_alive, "the holder to give up")
+    assert machine.used_bytes(0) == 0
+
+
 def test_whoever_maps_memory_that_the_next_daemon_knows_nothing_of_is_told(
     machine: Any, device: str, make_kept: Any, raw_checkpoint: Path, load_on: Any, hold: Any, owner_pid: Any,
     wait_for: Any,
