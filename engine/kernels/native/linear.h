@@ -142,18 +142,19 @@ inline void run_linear(Context& context, const LinearCall& call) {
   for (int64_t i = 0; i < num_columns; ++i)
     first_task[i + 1] = first_task[i] + (call.weights[i].num_rows + rows - 1) / rows;
   const int64_t per_block = first_task[num_columns];
-  const int64_t blocks = (call.num_tokens + kTokenBlock - 1) / kTokenBlock;
+  const int64_t at_once = token_block(call.weights[0].num_cols);
+  const int64_t blocks = (call.num_tokens + at_once - 1) / at_once;
   context.pool.run(per_block * blocks, [&](uint32_t task, int thread) {
-    const int64_t token = task / per_block * kTokenBlock, within = task % per_block;
-    const int64_t tokens = std::min(kTokenBlock, call.num_tokens - token);
+    const int64_t token = task / per_block * at_once, within = task % per_block;
+    const int64_t tokens = std::min(at_once, call.num_tokens - token);
     int64_t index = 0, offset = 0;
     while (within >= first_task[index + 1]) offset += call.weights[index++].num_rows;
     const Weight& w = call.weights[index];
     const int64_t first = (within - first_task[index]) * rows, end = std::min(first + rows, w.num_rows);
-    float* sums = context.sums[thread].get((1 + call.swiglu) * kTokenBlock * rows);
+    float* sums = context.sums[thread].get((1 + call.swiglu) * at_once * rows);
     any_rows_product(w, first, end, x, token, tokens, sums, rows, context.tiles[thread]);
     if (call.swiglu) {
-      float* up = sums + kTokenBlock * rows;
+      float* up = sums + at_once * rows;
       any_rows_product(call.weights[1], first, end, x, token, tokens, up, rows, context.tiles[thread]);
       for (int64_t t = 0; t < tokens; ++t) swiglu(sums + t * rows, up + t * rows, end - first);
     }

@@ -12,7 +12,8 @@
 // Measured on SmolLM2's shapes (Q4_1, one thread): eight tokens take 170 µs in registers and 206 by a tile; beyond
 // eight their accumulators leave the registers, and the tile wins.
 constexpr int64_t kFewTokens = HAS_WIDE ? 8 : 4;
-constexpr int64_t kTokenBlock = 128;     // 128 tokens of 1536 columns are 768 KiB: they stay in the L2 cache
+// Tokens multiplied by rows that were taken apart once: 256 of 576 columns, or 128 of 1536, stay in the L2 cache.
+inline int64_t token_block(int64_t num_cols) { return num_cols <= 1024 ? 256 : 128; }
 constexpr int64_t kTileBytes = 256 << 10;
 // How far ahead of its use a weight is asked for. Hardware does not look beyond a page, and rows are shorter than one:
 // with 110 MB of weights, 4 to 16 KiB take 67 µs where none take 116.
