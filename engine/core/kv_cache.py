@@ -134,7 +134,8 @@ class BlockPool:
 class KVCache:
     """Keys and values of every layer: one allocation, dtype[layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
-    The memory is not touched before it is written, so unused blocks cost nothing; what they hold is garbage.
+    Within a block, the order is that of whichever kernels write and read it. The memory is not touched before it is
+    written, so unused blocks cost nothing; what they hold is garbage.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class FlashInferOps(TritonOps):
     """`flashinfer`: the package. Raises RequestError for activations that it has no kernels for."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flashinfer: Any) -> None:
-        super().__init__(device)
+        super().__init__(device, dtype)
         if dtype not in DTYPES:
             raise RequestError(
                 f"attention_backend flashinfer computes in bfloat16 or float16, and the compute dtype is {dtype}; "

@@ -222,14 +222,15 @@ class StepStructs:
     """The C structure of the latest batch: built by the first layer of a step, shared by the others."""
 
     def __init__(self) -> None:
-        self._batch: AttentionBatch | None = None
+        self._key: tuple[object, ...] = ()
         self._struct = AttentionStepStruct()
         self._owned: tuple[Tensor, ...] = ()  # what the structure points into
 
-    def address(self, heads: Heads, rotation: Rotation, keys: Tensor, batch: AttentionBatch) -> int:
-        if batch is not self._batch:
-            if keys.shape[1] % 16 or not keys[0].is_contiguous():
-                raise AssertionError(f"blocks of {keys.shape[1]} tokens; the native kernels need whole vectors of 16")
+    def address(self, heads: Heads, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> int:
+        keys, values = cache
+        key = batch, heads, keys.shape[1], keys.stride(0)  # a head of one layer has a cache of its own
+        if len(self._key) != len(key) or batch is not self._key[0] or self._key[1:] != key[1:]:
+            _check_cache(keys, values)
             cos, sin = (part.contiguous() for part in rotation)
             starts, lengths = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
             table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
@@ -240,8 +241,17 @@ class StepStructs:
                 table.stride(0), lengths.shape[0], slots.shape[0],
                 heads.num_heads, heads.num_kv_heads, heads.head_dim, keys.shape[1], keys.stride(0),
             )  # fmt: skip
-            self._batch = batch
+            self._key = key
         return ctypes.addressof(self._struct)
+
+
+def _check_cache(keys: Tensor, values: Tensor) -> None:
+    if keys.shape[1] % 16:
+        raise AssertionError(f"blocks of {keys.shape[1]} tokens; the native kernels need whole vectors of 16")
+    if keys.stride() != values.stride() or not keys[0].is_contiguous():
+        raise AssertionError(
+            f"keys lie {keys.stride()}, values {values.stride()}; blocks must lie alike, and in one piece"
+        )
 
 
 class NativeAttention:
@@ -254,14 +264,14 @@ class NativeAttention:
         self._steps = steps
         self._num_rows = heads.num_heads * heads.head_dim
 
-    def step(self, rotation: Rotation, keys: Tensor, batch: AttentionBatch) -> int:
+    def step(self, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> int:
         """Address of the batch's structure, which lives until the next batch."""
-        return self._steps.address(self._heads, rotation, keys, batch)
+        return self._steps.address(self._heads, rotation, cache, batch)
 
     def __call__(self, qkv: Tensor, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> Tensor:
         keys, values = cache
         num_tokens = qkv.shape[0]
-        step = self.step(rotation, keys, batch)
+        step = self.step(rotation, cache, batch)
         out = torch.empty(num_tokens, self._num_rows)
         call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
         call(self._session, step, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
@@ -279,16 +289,13 @@ class NativeLayers:
         self._structs = (DecoderLayerStruct * len(layers))()
         for struct, (qkv, _, o, gated, down) in zip(self._structs, layers, strict=True):
             struct.qkv, struct.o, struct.gated, struct.down = qkv.part(), o.part(), gated.part(), down.part()
-        self._caches: Sequence[LayerCache] | None = None
 
     def __call__(
         self, hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch
     ) -> Tensor:
-        if caches is not self._caches:
-            for struct, (keys, values) in zip(self._structs, caches, strict=True):
-                struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-            self._caches = caches
-        step = self._attention.step(rotation, caches[0][0], batch)
+        for struct, (keys, values) in zip(self._structs, caches, strict=True):
+            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+        step = self._attention.step(rotation, caches[0], batch)
         hidden = hidden.contiguous()
         self._run(self._session, self._structs, len(self._structs), step, hidden.data_ptr())
         return hidden

@@ -201,12 +201,7 @@ class TorchOps:
         return attend
 
     def layers(self, layers: Sequence[Layer]) -> Layers:
-        def run(hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch) -> Tensor:
-            for layer, cache in zip(layers, caches, strict=True):
-                hidden = layer(hidden, rotation, cache, batch)
-            return hidden
-
-        return run
+        return one_by_one(layers)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         out = self._product(x, linear.weight)

@@ -1,22 +1,23 @@
 """The decoder's operations on a GPU: Triton kernels behind the seam that ops.py describes.
 
 Dense weights in the compute dtype go to torch's matmul; layouts that products.LAYOUTS names are dequantized in the
-product; what is left (k-quants of GGUF) is computed by torch, and `describe` says so. Projections of one input write
-side by side into one tensor, residuals and biases are added where the product is stored. Nothing synchronizes with
-the host, so a step can be captured in a graph.
+product; what is left (k-quants of GGUF, dense weights in another dtype) is computed by torch in float32, and `describe`
+says so. Experts of a mixture are multiplied by the fused kernels or refused. Projections of one input write side by
+side into one tensor, residuals and biases are added where the product is stored. Nothing synchronizes with the host,
+so a step can be captured in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from preload.engine.core.sampler import truncate
+from preload.engine.errors import ManifestError
 from preload.engine.kernels.attention import AttentionBatch
-from preload.engine.kernels.moe import mixture
 from preload.engine.kernels.triton import moe, products
 from preload.engine.kernels.triton.attention import paged_attention
 from preload.engine.kernels.triton.elementwise import rms_norm, rotate, swiglu
@@ -46,9 +47,10 @@ EagerAttention = Callable[[Tensor, LayerCache, AttentionBatch], Tensor]
 
 
 class TritonOps:
-    """All operations, for activations of any float dtype."""
+    """All operations, for activations of one float dtype."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._by_torch: set[str] = set()
         self.scatter: Scatter = scatter_ranges
         self.choose: Choose | None = partial(choose_tokens, device)
@@ -90,7 +92,15 @@ class TritonOps:
         return project
 
     def mixture(self, experts: Experts, norm: Norm) -> Projection:
-        self._note([experts.router, Linear(experts.gate_up), Linear(experts.down)])
+        """Raises ManifestError for experts that the kernels do not read."""
+        self._note([experts.router])
+        for weight in (experts.gate_up, experts.down):
+            if weight.layout not in (DENSE, *products.LAYOUTS):
+                raise ManifestError(
+                    f"{weight.name} is resident as {weight.layout}, which no kernel of a GPU mixes experts of; load "
+                    "with another quantization, or on the host",
+                    {"tensor": weight.name},
+                )
         gate_up, down = ((weight.layout, weight.parts) for weight in (experts.gate_up, experts.down))
 
         def project(x: Tensor) -> Tensor:
@@ -98,8 +108,7 @@ class TritonOps:
             liked = torch.empty(x.shape[0], experts.count, dtype=x.dtype, device=x.device)
             multiply(normed, experts.router, liked)
             chosen = moe.choose_experts(liked, experts.per_token, renormalize=True)
-            mix = moe.mixture if _is_read(*gate_up, x.dtype) and _is_read(*down, x.dtype) else mixture
-            return x.add_(mix(normed, *chosen, gate_up, down, experts.count))
+            return x.add_(moe.mixture(normed, *chosen, gate_up, down, experts.count))
 
         return project
 
@@ -126,13 +135,12 @@ class TritonOps:
         return attend
 
     def _note(self, linears: Sequence[Linear]) -> None:
-        known = (DENSE, *products.LAYOUTS)
-        self._by_torch.update(linear.weight.layout for linear in linears if linear.weight.layout not in known)
-
-
-def _is_read(layout: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """Whether the kernels of a mixture multiply such a weight with activations of that type."""
-    return layout in products.LAYOUTS or (layout == DENSE and parts["weight"].dtype == dtype)
+        for weight in (linear.weight for linear in linears):
+            stored = weight.parts["weight"].dtype
+            if weight.layout == DENSE and stored != self._dtype:
+                self._by_torch.add(f"{DENSE} {str(stored).removeprefix('torch.')}")
+            elif weight.layout not in (DENSE, *products.LAYOUTS):
+                self._by_torch.add(weight.layout)
 
 
 def choose_tokens(

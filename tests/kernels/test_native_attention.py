@@ -129,3 +129,24 @@ def test_what_the_kernels_do_not_cover_is_left_to_torch_and_said(open_library: A
     ops = native_ops(open_library("native", 1), torch.float32)
     ops.attention(Heads(4, 2, 24))
     assert "attention by torch, because head_dim 24" in ops.describe()
+
+
+def test_one_batch_over_caches_of_other_strides_reads_each_where_it_lies(open_library: Any) -> None:
+    torch.manual_seed(0)
+    heads, batch = Heads(2, 2, 16), make_batch([(20, 3)])
+    reference = caches_of(batch, heads)
+    qkv, rotation = torch.randn(3, 6 * 16), (torch.ones(3, 8), torch.zeros(3, 8))
+    of_many_layers = native_order(reference)
+    alone = tuple(part.contiguous() for part in native_order(reference))
+    attend = native_ops(open_library("native", 1), torch.float32).attention(heads)
+    first = attend(qkv.clone(), rotation, of_many_layers, batch)
+    assert torch.equal(attend(qkv.clone(), rotation, alone, batch), first)
+
+
+def test_keys_and_values_that_lie_otherwise_are_refused(open_library: Any) -> None:
+    heads, batch = Heads(2, 2, 16), make_batch([(0, 1)])
+    keys, values = native_order(caches_of(batch, heads))
+    with pytest.raises(AssertionError, match="must lie alike"):
+        native_ops(open_library("native", 1), torch.float32).attention(heads)(
+            torch.ones(1, 6 * 16), (torch.ones(1, 8), torch.zeros(1, 8)), (keys, values.contiguous()), batch
+        )
