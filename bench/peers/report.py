@@ -65,18 +65,21 @@ def _pairs(rounds: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], None]:
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """How many times better ours is, by peer ("llama.cpp"; "vllm" is the best of its settings) and headline."""
+    """How many times better ours is, by peer ("llama.cpp"; "vllm" is the best of its settings) and headline; with
+    another setting of ours, "llama.cpp, preload-medium"."""
     peers = {"llama.cpp": ["llama.cpp"], "vllm": [name for name in found if name.startswith("vllm")]}
     answer: dict[str, dict[str, float]] = {}
-    for headline in HEADLINES:
-        ours = headline.of(found.get(OURS, {}))
-        for peer, names in peers.items():
-            theirs = [value for name in names if (value := headline.of(found.get(name, {}))) is not None]
-            if not ours or not theirs:
-                continue
-            best = max(theirs) if headline.more_is_better else min(theirs)
-            ratio = ours / best if headline.more_is_better else best / ours
-            answer.setdefault(peer, {})[f"{headline.workload}.{headline.figure}"] = round(ratio, 3)
+    for ours in (name for name in found if name.startswith(OURS)):
+        for headline in HEADLINES:
+            value = headline.of(found[ours])
+            for peer, names in peers.items():
+                theirs = [other for name in names if (other := headline.of(found.get(name, {}))) is not None]
+                if not value or not theirs:
+                    continue
+                best = max(theirs) if headline.more_is_better else min(theirs)
+                ratio = value / best if headline.more_is_better else best / value
+                label = peer if ours == OURS else f"{peer}, {ours}"
+                answer.setdefault(label, {})[f"{headline.workload}.{headline.figure}"] = round(ratio, 3)
     return answer
 
 

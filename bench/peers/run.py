@@ -34,8 +34,11 @@ from .prompts import Prompts
 from .servers import LlamaCpp, Preload, Target, Vllm
 
 START = "start"
-TARGETS = ("preload", "llama.cpp", "vllm-float32", "vllm-bfloat16", "vllm-float32-compiled", "vllm-bfloat16-compiled")
-DEFAULT_TARGETS = TARGETS[:4]
+TARGETS = (
+    "preload", "preload-medium", "llama.cpp", "vllm-float32", "vllm-bfloat16",
+    "vllm-float32-compiled", "vllm-bfloat16-compiled",
+)  # fmt: skip
+DEFAULT_TARGETS = TARGETS[:5]
 """Compiling takes minutes at each start: those are measured when they are named."""
 _WORKLOAD_LIMIT_S = 300.0
 
@@ -86,6 +89,8 @@ def _target(name: str, checkpoint: str) -> Target:
     """Sets up what it needs first. Raises BenchError."""
     if name == "preload":
         return Preload(checkpoint)
+    if name == "preload-medium":
+        return Preload(checkpoint, name, ("--matmul-precision", "medium"))
     log = setup.FOLDER / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)

@@ -129,11 +129,11 @@ class Target(Protocol):
 
 
 class Preload:
-    """This project as a user has it: a daemon that holds the weights, and `preload serve` without any option."""
+    """This project as a user has it: a daemon that holds the weights, and `preload serve` without any option, or
+    with `words`."""
 
-    name = "preload"
-
-    def __init__(self, checkpoint: str, words: tuple[str, ...] = ()) -> None:
+    def __init__(self, checkpoint: str, name: str = "preload", words: tuple[str, ...] = ()) -> None:
+        self.name = name
         self._checkpoint = checkpoint
         self._words = words
         self.from_nothing_s: float | None = None

@@ -27,6 +27,7 @@ the KV cache has to hold at least one of full length."""
 POLICIES = ("fcfs", "priority")
 GRAPHS = ("before", "background", "off")
 """When decode graphs are captured on a GPU: before the core is ready, between its steps, or never."""
+MATMUL_PRECISIONS = ("highest", "medium")
 ATTENTION_BACKENDS = ("triton", "flashinfer")
 """What attends on a GPU."""
 _NOT_NEGATIVE = (
@@ -62,6 +63,10 @@ class CoreConfig:
     graphs: str = _help(
         "on a GPU, when decode steps are captured as graphs: before the core is ready, in the background, or off",
         "background",
+    )
+    matmul_precision: str = _help(
+        "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium (bfloat16)",
+        "highest",
     )
     attention_backend: str = _help(
         "on a GPU, what attends in steps that no graph replays: triton (our own kernels), or flashinfer (an extra "
@@ -110,6 +115,9 @@ class CoreConfig:
         options.check(self.speculate, self.num_draft_tokens, self.verification, has_draft_model)
         if self.graphs not in GRAPHS:
             raise RequestError(f"graphs is {self.graphs!r}; it must be one of {', '.join(GRAPHS)}")
+        if self.matmul_precision not in MATMUL_PRECISIONS:
+            known = " or ".join(MATMUL_PRECISIONS)
+            raise RequestError(f"matmul_precision is {self.matmul_precision!r}; it must be {known}")
         if self.attention_backend not in ATTENTION_BACKENDS:
             known = " or ".join(ATTENTION_BACKENDS)
             raise RequestError(f"attention_backend is {self.attention_backend!r}; it must be {known}")

@@ -10,7 +10,7 @@ import torch
 
 from preload.engine.errors import DeviceError, RequestError
 from preload.engine.kernels.native.build import KernelsUnavailableError, find_or_build
-from preload.engine.kernels.native.library import NativeLibrary
+from preload.engine.kernels.native.library import EXACT_UNITS, UNITS, NativeLibrary
 from preload.engine.layers.native_ops import native_ops
 from preload.engine.layers.ops import Ops, TorchOps
 from preload.engine.places import kernel_cache_dir, own_dir
@@ -21,11 +21,20 @@ EMULATED_NOTE = "torch, by the host over the memory of an emulated device"
 
 
 def ops_on(
-    placement: Placement, runtime_dir: str, dtype: torch.dtype, num_threads: int, attention_backend: str = "triton"
+    placement: Placement,
+    runtime_dir: str,
+    dtype: torch.dtype,
+    num_threads: int,
+    attention_backend: str = "triton",
+    matmul_precision: str = "highest",
 ) -> Ops:
-    """Operations for where a core's weights are. `attention_backend`: of a GPU.
+    """Operations for where a core's weights are. `attention_backend`: of a GPU; `matmul_precision`: of a CPU.
 
-    Raises DeviceError if a GPU's kernels cannot be had, RequestError for a backend that is of no use here."""
+    Raises DeviceError if a GPU's kernels cannot be had, RequestError for what is of no use here."""
+    if matmul_precision != "highest" and (placement.device.type != "cpu" or placement.is_emulated):
+        raise RequestError(
+            f"matmul_precision {matmul_precision} is for a CPU, and the weights are in a device's memory"
+        )
     if attention_backend != "triton" and placement.device.type != "cuda":
         where = "an emulated device" if placement.is_emulated else "host memory"
         raise RequestError(f"attention_backend {attention_backend} computes on a GPU, and the weights are in {where}")
@@ -34,7 +43,7 @@ def ops_on(
     elif placement.is_emulated:
         ops = TorchOps(note=EMULATED_NOTE)
     else:
-        return choose_ops(runtime_dir, dtype, num_threads)
+        return choose_ops(runtime_dir, dtype, num_threads, matmul_precision)
     print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
     return ops
 
@@ -56,16 +65,20 @@ def _gpu_ops(device: torch.device, runtime_dir: str, dtype: torch.dtype, attenti
         from preload.engine.layers.flashinfer_ops import FlashInferOps, load_flashinfer
 
         return FlashInferOps(device, dtype, load_flashinfer())
-    return TritonOps(device)
+    return TritonOps(device, dtype)
 
 
 @cache
-def choose_ops(runtime_dir: str, dtype: torch.dtype, num_threads: int) -> Ops:
+def choose_ops(runtime_dir: str, dtype: torch.dtype, num_threads: int, matmul_precision: str = "highest") -> Ops:
     """Operations for a compute dtype, compiled first if neither the loader nor another core has done it. A process's
     models share them, and their threads."""
     try:
         path = find_or_build(kernel_cache_dir(own_dir(runtime_dir)))
-        ops = native_ops(NativeLibrary(path, num_threads), dtype)
+        units = UNITS if matmul_precision == "medium" else EXACT_UNITS
+        library = NativeLibrary(path, num_threads, units)
+        ops = native_ops(library, dtype)
+        if "bfloat16" in units and "bfloat16" not in library.units:
+            print("preload engine core: this CPU multiplies no bfloat16: precision is highest", file=sys.stderr)
     except KernelsUnavailableError as error:
         ops = TorchOps(note=f"torch, without native kernels: {error}")
     print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from preload.engine.errors import ManifestError, PreloadError, RequestError
+from preload.engine.errors import DeviceError, ManifestError, PreloadError, RequestError
 from preload.engine.timeline import Timeline
 
 from .config import EXIT_BAD_CONFIG, CoreConfig
@@ -188,7 +188,7 @@ def build_core(
     with timeline.phase("build"):
         placement = placement_of(attachment.device)
         decoder = _build_decoder(config, attachment, placement)
-        draft_decoder = None if draft is None else _build_decoder(config, draft, placement)
+        draft_decoder = None if draft is None else _build_decoder(config, draft, placement, "draft")
         max_model_len = resolve_max_model_len(config.max_model_len, decoder.spec)
         processors = load_processors(config.logits_processors, config.max_num_seqs, decoder.spec.vocab_size)
         core = EngineCore(
@@ -255,8 +255,9 @@ def _scheduling(config: CoreConfig) -> SchedulingOptions:
     )
 
 
-def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placement) -> Decoder:
-    """The model of resident weights. Raises ManifestError if they are not one's."""
+def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placement, role: str = "target") -> Decoder:
+    """The model of resident weights. Raises ManifestError if they are not one's; DeviceError or RequestError, telling
+    which model it is, if nothing computes it here."""
     import torch
 
     from preload.engine.models.decoder import Decoder
@@ -271,8 +272,20 @@ def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placem
             "load the checkpoint with a recipe that names one"
         )
     dtype = getattr(torch, resolved["compute_dtype"])
-    ops = ops_on(placement, config.runtime_dir, dtype, torch.get_num_threads(), config.attention_backend)
-    return Decoder(ModelSpec.from_dict(resolved["spec"]), attachment.tensors, attachment.layouts, dtype, ops)
+    spec = ModelSpec.from_dict(resolved["spec"])
+    try:
+        ops = ops_on(
+            placement,
+            config.runtime_dir,
+            dtype,
+            torch.get_num_threads(),
+            config.attention_backend,
+            config.matmul_precision,
+        )
+        return Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
+    except (DeviceError, ManifestError, RequestError) as error:
+        which = f"the {role} model (generation {attachment.generation_id})"
+        raise type(error)(f"{which}: {error.message}", error.fields) from error
 
 
 def _promote(core: EngineCore, config: CoreConfig, sizing: KVSizing) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from preload.engine.core.config import ATTENTION_BACKENDS, GRAPHS, POLICIES, check_block_size
+from preload.engine.core.config import ATTENTION_BACKENDS, GRAPHS, MATMUL_PRECISIONS, POLICIES, check_block_size
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -61,6 +61,14 @@ class FrontendConfig:
     graphs: str = field(
         default="background",
         metadata={"help": "on a GPU, when decode steps are captured as graphs", "choices": GRAPHS},
+    )
+    matmul_precision: str = field(
+        default="highest",
+        metadata={
+            "help": "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium "
+            "(bfloat16: prompts and large batches are faster)",
+            "choices": MATMUL_PRECISIONS,
+        },
     )
     attention_backend: str = field(
         default="triton",

@@ -83,6 +83,7 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             config_overrides=config.recipe().config_overrides,
             device=config.device,
             graphs=config.graphs,
+            matmul_precision=config.matmul_precision,
             attention_backend=config.attention_backend,
             socket_path=socket_path,
             max_num_seqs=config.max_num_seqs,

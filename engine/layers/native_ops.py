@@ -19,7 +19,6 @@ from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.kernels.native.library import (
     HOLDS_GIL_TOKENS,
     LAYOUT_IDS,
-    UNITS,
     AttentionStepStruct,
     DecoderLayerStruct,
     LinearPartStruct,
@@ -57,8 +56,10 @@ _UNIT_NAMES = {"integers": "VNNI", "tiles": "AMX"}
 def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
     """The fastest operations for a compute dtype. Other dtypes than float32 get native products only."""
     width = "AVX-512" if library.has_wide_vectors else "8-lane"
-    units = "".join(f" and {_UNIT_NAMES[name]}" for name in UNITS if name in library.units)
+    units = "".join(f" and {name}" for unit, name in _UNIT_NAMES.items() if unit in library.units)
     note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
+    if "bfloat16" in library.units:
+        note += ", products of more than 4 tokens in bfloat16"
     if dtype == torch.float32:
         return NativeOps(library, note)
     ops = NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")

@@ -126,6 +126,20 @@ def test_a_core_attaches_by_generation_id_and_knows_its_limits(
     assert len(core.generate([5], max_tokens=100)) == 31
 
 
+@pytest.mark.host_only
+def test_a_core_multiplies_in_bfloat16_if_it_is_told_to_and_says_so(
+    daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path
+) -> None:
+    tiny_model(intermediate_size=64).oracle.save_pretrained(tmp_path / "tiny")
+    generation = daemon.load(tmp_path / "tiny", quantization="int8_per_channel")
+    core = start_core(daemon, generation_id=generation.id, matmul_precision="medium")
+    kernels = core.stats().kernels
+    if "AMX" not in kernels:
+        pytest.skip(f"this CPU multiplies no bfloat16: {kernels}")
+    assert "products of more than 4 tokens in bfloat16" in kernels
+    assert len(core.generate([1, 2, 3, 4, 5, 6, 7])) == 8
+
+
 @pytest.mark.parametrize("quantization", ["int8_per_channel", "int4_group32", "nvfp4"])
 def test_a_core_only_reads_quantized_weights(
     daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path, quantization: str

@@ -120,6 +120,24 @@ def test_tiles_give_the_bits_of_integer_vectors(open_library: Any, layout: str) 
             assert torch.equal(tiles(x[:num_tokens]), vectors(x[:num_tokens])), (rows, cols, num_tokens)
 
 
+@pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
+def test_bfloat16_products_are_rounded_to_that_and_few_tokens_stay_exact(open_library: Any, layout: str) -> None:
+    libraries = [open_library(variant, 2) for variant in ("bfloat16", "native")]
+    if "bfloat16" not in libraries[0].units:
+        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+    for rows, cols in [(37, 512), (130, 1536), (64, 576)]:
+        weight, x = random_weight(layout, rows, cols), torch.randn(300, cols)
+        brief, exact = (native_ops(one, torch.float32).projection([Linear(weight)]) for one in libraries)
+        rounded = x.bfloat16().double() @ weight.rows(slice(0, rows)).bfloat16().double().T
+        whole = brief(x)
+        assert relative_error(whole, rounded) < 1e-5
+        assert 1e-4 < relative_error(whole, exact(x)) < 1e-2
+        for num_tokens in (5, 16, 17, 33, 129):
+            assert torch.equal(brief(x[:num_tokens]), whole[:num_tokens])
+        for num_tokens in (1, 4):
+            assert torch.equal(brief(x[:num_tokens]), exact(x[:num_tokens]))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
 def test_what_is_not_finite_stays_so_and_spoils_no_other_token(

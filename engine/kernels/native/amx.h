@@ -7,8 +7,7 @@
 
 #include "planes.h"
 
-#if HAS_INTEGERS && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__x86_64__)
-#define HAS_TILES 1
+#if HAS_TILES
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -35,15 +34,15 @@ struct AmxPanels {
 // The shapes of the tiles of one kind of planes, for a thread, until it ends.
 class TileShapes {
  public:
-  explicit TileShapes(bool is_pairs) {
+  explicit TileShapes(PlaneKind kind) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shapes;
     for (int tile = 0; tile < 8; ++tile) {  // 0 … 2: sums, 4 … 6: activations, 7: weights
-      shapes.rows[tile] = tile == 7 && !is_pairs ? 8 : 16;
-      shapes.bytes[tile] = tile >= 4 && tile < 7 && !is_pairs ? 32 : 64;
+      shapes.rows[tile] = tile == 7 && kind == kEights ? 8 : 16;
+      shapes.bytes[tile] = tile >= 4 && tile < 7 && kind == kEights ? 32 : 64;
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
   }
@@ -65,10 +64,10 @@ INLINE void multiply_tile(const int8_t* activations, int64_t row_bytes, int32_t*
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t{64}), "i"(kTile) : "memory");
 }
 
-template <bool kSigned, bool kPairs, int kTokens>
+template <bool kSigned, bool kIsPairs, int kTokens>
 INLINE void multiply_block(const Planes& x, int64_t block, int64_t token, const uint8_t* tile, int32_t* to) {
-  constexpr int64_t kRowBytes = kPairs ? 64 : 32, kRows = kTokens * (kPairs ? 2 : 3);
-  const int8_t* rows = x.rows + x.at(block, token) * (kPairs ? kPairBytes : kEightBytes);
+  constexpr int64_t kRowBytes = kIsPairs ? 64 : 32, kRows = kTokens * (kIsPairs ? 2 : 3);
+  const int8_t* rows = x.rows + x.at(block, token) * kPlaneBytes[kIsPairs ? kPairs : kEights];
   load_tile<7>(tile, 64);
   multiply_tile<0, kSigned>(rows, kRowBytes, to);
   if (kRows > 16) multiply_tile<1, kSigned>(rows + 16 * kRowBytes, kRowBytes, to + 256);
@@ -76,20 +75,20 @@ INLINE void multiply_block(const Planes& x, int64_t block, int64_t token, const 
 }
 
 // Adds the blocks begin … end − 1 to out[t * out_stride + r], which holds what the blocks before gave.
-template <bool kSigned, bool kPairs, int kTokens>
+template <bool kSigned, bool kIsPairs, int kTokens>
 inline void amx_product16(const AmxPanels& panels, int64_t group, int64_t begin, int64_t end, const Planes& x,
                           int64_t token, float* out, int64_t out_stride) {
-  constexpr int64_t kTileSize = kPairs ? 1024 : 512;
+  constexpr int64_t kTileSize = kIsPairs ? 1024 : 512;
   const uint8_t* tiles = panels.tiles + group * panels.num_blocks * kTileSize;
   const float* scales = panels.scales + group * panels.num_blocks * 16;
   alignas(64) int32_t products[2][768];
   V sums[kTokens];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) sums[t] = begin ? load(out + t * out_stride) : zero();
-  multiply_block<kSigned, kPairs, kTokens>(x, begin, token, tiles + begin * kTileSize, products[begin % 2]);
+  multiply_block<kSigned, kIsPairs, kTokens>(x, begin, token, tiles + begin * kTileSize, products[begin % 2]);
   for (int64_t block = begin; block < end; ++block) {
     if (const int64_t next = block + 1; next < end)
-      multiply_block<kSigned, kPairs, kTokens>(x, next, token, tiles + next * kTileSize, products[next % 2]);
+      multiply_block<kSigned, kIsPairs, kTokens>(x, next, token, tiles + next * kTileSize, products[next % 2]);
     for (int64_t i = 0; i < panels.piece; i += 64)
       __builtin_prefetch(panels.ahead + block * panels.piece + i, 0, 2);
     const int32_t* of = products[block % 2];
@@ -99,7 +98,7 @@ inline void amx_product16(const AmxPanels& panels, int64_t group, int64_t begin,
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
       V f;
-      if (kPairs) {
+      if (kIsPairs) {
         f = fma(V{_mm512_cvtepi32_ps(integers(2 * t))}, splat(4096.0f), V{_mm512_cvtepi32_ps(integers(2 * t + 1))});
       } else {
         const __m512i low = _mm512_add_epi32(_mm512_slli_epi32(integers(3 * t + 1), 8), integers(3 * t + 2));
@@ -130,27 +129,27 @@ inline void add_minima(const float* minima, int64_t num_blocks, const Planes& x,
 }
 
 // The above, for all groups, and up to 16 tokens, of which a multiple of four is computed.
-template <bool kSigned, bool kPairs, int kTokens>
+template <bool kSigned, bool kIsPairs, int kTokens>
 inline void amx_products16(const AmxPanels& panels, int64_t begin, int64_t end, const Planes& x, int64_t token,
                            float* out, int64_t out_stride) {
   for (int64_t g = 0; g < panels.groups; ++g) {
     float* to = out + 16 * g;
-    amx_product16<kSigned, kPairs, kTokens>(panels, g, begin, end, x, token, to, out_stride);
+    amx_product16<kSigned, kIsPairs, kTokens>(panels, g, begin, end, x, token, to, out_stride);
     if (!kSigned && end == panels.num_blocks)
       add_minima<kTokens>(panels.minima + g * end * 16, end, x, token, to, out_stride);
   }
 }
 
 // out[t * out_stride + r] for all rows of the panels. `out` has room for a multiple of four tokens.
-template <bool kSigned, bool kPairs>
+template <bool kSigned, bool kIsPairs>
 inline void amx_products(const AmxPanels& panels, const Planes& x, int64_t token, int64_t tokens, float* out,
                          int64_t out_stride) {
-  const TileShapes shapes(kPairs);
+  const TileShapes shapes(kIsPairs ? kPairs : kEights);
   for (int64_t begin = 0; begin < panels.num_blocks; begin += kChunkBlocks) {
     const int64_t end = std::min(begin + kChunkBlocks, panels.num_blocks);
     for (int64_t t = 0; t < tokens; t += kAmxTokens) {
       auto compute = [&](auto count) {
-        amx_products16<kSigned, kPairs, decltype(count)::value>(panels, begin, end, x, token + t,
+        amx_products16<kSigned, kIsPairs, decltype(count)::value>(panels, begin, end, x, token + t,
                                                                 out + t * out_stride, out_stride);
       };
       switch ((std::min(kAmxTokens, tokens - t) + 3) / 4) {
@@ -162,6 +161,4 @@ inline void amx_products(const AmxPanels& panels, const Planes& x, int64_t token
     }
   }
 }
-#else
-#define HAS_TILES 0
 #endif

@@ -10,8 +10,7 @@
 // that stays in the cache, and AMX multiplies it by 16 tokens at a time; or VPDPBUSD, where there is no AMX.
 #pragma once
 
-#include "amx.h"
-#include "sixteen.h"
+#include "brief.h"
 
 #if HAS_INTEGERS
 
@@ -52,7 +51,7 @@ INLINE void vnni_product(Source&& weights, int64_t num_blocks, const Planes& x, 
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
       const int64_t at = x.at(block, token + t);
-      const V f = block_product<I::kSigned>(w.quants, x.rows + at * kEightBytes, x.centres + at * 4);
+      const V f = block_product<I::kSigned>(w.quants, x.rows + at * kPlaneBytes[kEights], x.centres + at * 4);
       sums[t] = fma(f * splat(x.scales[at]), w.scale, sums[t]);
       if (!I::kSigned) minima[t] = fma(w.minimum, splat(x.sums[at]), minima[t]);
     }
@@ -118,6 +117,11 @@ inline bool has_nibbles(const Weight& w) {
   return w.layout == kQ4_0 || w.layout == kQ4_1 || w.layout == kInt4Group32;
 }
 
+inline PlaneKind plane_kind(const Weight& w, bool use_tiles, bool is_brief) {
+  if (!use_tiles) return kEights;
+  return is_brief ? kBrief : has_nibbles(w) ? kPairs : kEights;
+}
+
 template <class Visit>
 INLINE void with_rows(const Weight& w, int64_t first, int64_t end, Visit&& visit) {
   if (end - first >= 16) visit(SixteenRows<true>(w, first, end));
@@ -129,7 +133,8 @@ template <class L>
 inline void panel_product(const Weight& w, int64_t first, int64_t end, int64_t groups, const Planes& x, int64_t token,
                           int64_t tokens, bool use_tiles, float* sums, int64_t stride, Scratch& scratch) {
   using I = Integers<L>;
-  const int64_t num_blocks = w.num_cols / 32, tile_floats = x.is_pairs ? 256 : 128, all = groups * num_blocks;
+  const bool is_pairs = x.kind == kPairs;
+  const int64_t num_blocks = w.num_cols / 32, tile_floats = is_pairs ? 256 : 128, all = groups * num_blocks;
   float* at = scratch.get(all * (tile_floats + 32));
   auto panels_of = [&](int64_t g) {
     const int64_t block = g * num_blocks;
@@ -140,14 +145,14 @@ inline void panel_product(const Weight& w, int64_t first, int64_t end, int64_t g
   const int64_t bytes = 16 * w.row_bytes / num_blocks, piece = use_tiles && tokens <= 16 ? bytes / 2 : bytes;
   for (int64_t g = 0; g < groups; ++g)
     with_rows(w, first + 16 * g, end,
-              [&](const auto& rows) { fill_panel<I>(rows, num_blocks, x.is_pairs, piece, panels_of(g)); });
+              [&](const auto& rows) { fill_panel<I>(rows, num_blocks, is_pairs, piece, panels_of(g)); });
 #if HAS_TILES
   if (use_tiles) {
     const Panels p = panels_of(0);
     const uint8_t* ahead = row_of(w, first).data + 16 * w.row_bytes + piece * num_blocks;
     const AmxPanels panels{p.tiles, p.scales, p.minima, groups, num_blocks, ahead, bytes - piece};
     if constexpr (I::kNibbles)
-      if (x.is_pairs) return amx_products<false, true>(panels, x, token, tokens, sums, stride);
+      if (is_pairs) return amx_products<false, true>(panels, x, token, tokens, sums, stride);
     return amx_products<I::kSigned, false>(panels, x, token, tokens, sums, stride);
   }
 #endif

@@ -21,9 +21,12 @@ LAYOUT_IDS: dict[str, int] = {
 }  # fmt: skip
 """Numbers of layouts.h. A dense weight's dtype is part of its name here."""
 
-UNITS: dict[str, int] = {"integers": 1, "tiles": 2}
-"""Units of the CPU beyond vectors of floats, `Units` of linear.h: AVX-512 VNNI, and AMX. Without integers a product's
-last bits differ, without tiles it only takes longer."""
+UNITS: dict[str, int] = {"integers": 1, "tiles": 2, "bfloat16": 4}
+"""Units of the CPU beyond vectors of floats, `Units` of linear.h: AVX-512 VNNI, AMX, and AMX's products of bfloat16.
+Without integers a product's last bits differ, without tiles it only takes longer. With bfloat16 it is rounded to that
+for more than four tokens."""
+
+EXACT_UNITS = ("integers", "tiles")
 
 HOLDS_GIL_TOKENS = 8
 """Calls of at most this many tokens take microseconds and keep the interpreter's lock: giving it up and taking it
@@ -92,7 +95,7 @@ class NativeLibrary:
     `allowed_units`: which of UNITS it uses where the machine has them. Raises KernelsUnavailableError if the file
     cannot be loaded."""
 
-    def __init__(self, path: Path, num_threads: int, allowed_units: Collection[str] = tuple(UNITS)) -> None:
+    def __init__(self, path: Path, num_threads: int, allowed_units: Collection[str] = EXACT_UNITS) -> None:
         self.path = path
         self.num_threads = num_threads
         try:

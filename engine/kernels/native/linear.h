@@ -12,8 +12,9 @@
 #include "products.h"
 
 // Which units of the CPU a session may use beyond vectors of floats; numbers shared with native/library.py. Results of
-// kIntegers differ from those without in their last bits, those of kTiles do not.
-enum Units : int32_t { kIntegers = 1, kTiles = 2 };
+// kIntegers differ from those without in their last bits, those of kTiles do not. kBfloat16 rounds to it what more than
+// kVnniTokens tokens are multiplied with, for whoever wants speed more than accuracy.
+enum Units : int32_t { kIntegers = 1, kTiles = 2, kBfloat16 = 4 };
 
 inline int32_t available_units() {
   int32_t units = 0;
@@ -21,7 +22,7 @@ inline int32_t available_units() {
   units |= kIntegers;
 #endif
 #if HAS_TILES
-  if (may_use_tiles()) units |= kTiles;
+  if (may_use_tiles()) units |= kTiles | kBfloat16;
 #endif
   return units;
 }
@@ -34,7 +35,7 @@ struct Context {
   std::vector<Scratch> tiles, sums;  // one per thread
   Scratch normed, interleaved;
 #if HAS_INTEGERS
-  PlaneBuffers planes[2][2];
+  PlaneBuffers planes[2][kPlaneKinds];
 #endif
   std::mutex mutex;  // one call at a time
 };
@@ -55,16 +56,16 @@ struct LinearCall {
 inline void choose_forms(Context& context, const LinearCall& call, Activations& x, bool* wants_floats) {
 #if HAS_INTEGERS
   x.use_tiles = context.units & kTiles && call.num_tokens > kVnniTokens;
+  x.is_brief = context.units & kBfloat16;
 #endif
   for (int64_t i = 0; i < call.num_weights; ++i) {
     const Weight& w = call.weights[i];
     const bool interleaved = is_interleaved(w.layout);
 #if HAS_INTEGERS
     if (context.units & kIntegers && has_integers(w)) {
-      const bool pairs = x.use_tiles && has_nibbles(w);
-      Planes& planes = x.planes[interleaved][pairs];
-      if (!planes.rows)
-        planes = context.planes[interleaved][pairs].get(w.num_cols / 32, call.num_tokens, pairs);
+      const PlaneKind kind = plane_kind(w, x.use_tiles, x.is_brief);
+      Planes& planes = x.planes[interleaved][kind];
+      if (!planes.rows) planes = context.planes[interleaved][kind].get(w.num_cols / 32, call.num_tokens, kind);
       continue;
     }
 #endif
@@ -81,9 +82,9 @@ inline Activations prepare(Context& context, const LinearCall& call) {
   const bool copies = call.norm_weight || cols % 16;
   bool wants_interleaved = wants_floats[1], wants_planes = false;
 #if HAS_INTEGERS
-  for (int pairs = 0; pairs < 2; ++pairs) {
-    wants_interleaved |= x.planes[1][pairs].rows != nullptr;
-    wants_planes |= x.planes[0][pairs].rows || x.planes[1][pairs].rows;
+  for (int kind = 0; kind < kPlaneKinds; ++kind) {
+    wants_interleaved |= x.planes[1][kind].rows != nullptr;
+    wants_planes |= x.planes[0][kind].rows || x.planes[1][kind].rows;
   }
 #endif
   if (!copies && !wants_interleaved && !wants_planes) return x;
@@ -100,9 +101,9 @@ inline Activations prepare(Context& context, const LinearCall& call) {
     }
     if (wants_interleaved) interleave(row, cols, interleaved + t * padded);
 #if HAS_INTEGERS
-    for (int i = 0; i < 4; ++i)
-      if (x.planes[i / 2][i % 2].rows)
-        store_row_planes(x.planes[i / 2][i % 2], t, i / 2 ? interleaved + t * padded : row, cols);
+    for (int order = 0; order < 2; ++order)
+      for (const Planes& planes : x.planes[order])
+        if (planes.rows) store_row_planes(planes, t, order ? interleaved + t * padded : row, cols);
 #endif
   };
   if (call.num_tokens <= 8) {  // less work than waking a thread

@@ -3,12 +3,12 @@
 // A block of 32 activations becomes scale · X with whole X below 2²³, so each is as exact as a float32 beside the
 // block's largest. X is kept as planes of int8, which the CPU's integer units multiply and add without rounding:
 //
-//   eights   X = 2¹⁶·a + 2⁸·b + c          one row of 32 bytes for each: any weights of 8 bits
-//   pairs    X = 2¹²·(16·a + b) + 16·c + d  two rows of 64 bytes, (a, b) and (c, d), for weights of 4 bits, which are
+//   kEights  X = 2¹⁶·a + 2⁸·b + c          one row of 32 bytes for each: any weights of 8 bits
+//   kPairs   X = 2¹²·(16·a + b) + 16·c + d  two rows of 64 bytes, (a, b) and (c, d), for weights of 4 bits, which are
 //            multiplied as 16·q beside q: a third less to take out of the unit again
 //
 // Both stand for the same X. Blocks below 1e-30 count as zero; one that is not finite has a scale of NaN, so its
-// results are.
+// results are. A third kind, kBrief, is no integers: activations rounded to bfloat16, a row of 32 (see brief.h).
 #pragma once
 
 #include "elementwise.h"
@@ -17,19 +17,23 @@
 
 #if HAS_WIDE && defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define HAS_INTEGERS 1
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__x86_64__)
+#define HAS_TILES 1
+#endif
 
 constexpr float kLargestPlane = 127.0f * 65536.0f;
-constexpr int64_t kEightBytes = 96, kPairBytes = 128;  // of one block of one token
+enum PlaneKind { kEights, kPairs, kBrief, kPlaneKinds };
+constexpr int64_t kPlaneBytes[] = {96, 128, 64};  // of one block of one token
 
 // The blocks of a group of neighbouring tokens lie together, as they are multiplied at once.
 struct Planes {
-  int8_t* rows = nullptr;      // [groups][num_blocks][tokens of a group][kEightBytes or kPairBytes]
+  int8_t* rows = nullptr;      // [groups][num_blocks][tokens of a group][kPlaneBytes]
   float* scales = nullptr;     // [groups][num_blocks][tokens of a group], and so the others
   float* sums = nullptr;       // of the activations themselves
-  int32_t* centres = nullptr;  // four to each, of eights: −128 · Σ of each plane
+  int32_t* centres = nullptr;  // four to each, of kEights: −128 · Σ of each plane
   int64_t num_blocks = 0;
   int group_bits = 0;  // log₂ of a group's tokens
-  bool is_pairs = false;
+  PlaneKind kind = kEights;
 
   INLINE int64_t at(int64_t block, int64_t token) const {
     const int64_t within = token & ((int64_t{1} << group_bits) - 1);
@@ -40,17 +44,16 @@ struct Planes {
 struct PlaneBuffers {
   Scratch rows, scales, sums, centres;
 
-  Planes get(int64_t num_blocks, int64_t tokens, bool is_pairs) {
+  Planes get(int64_t num_blocks, int64_t tokens, PlaneKind kind) {
     const int group_bits = tokens <= 4 ? 2 : 4;
     const int64_t count = round_up(tokens, int64_t{1} << group_bits) * num_blocks;
     Planes planes;
-    planes.rows = reinterpret_cast<int8_t*>(rows.get(count * (is_pairs ? kPairBytes : kEightBytes) / 4));
-    planes.scales = scales.get(count);
-    planes.sums = sums.get(count);
-    planes.centres = is_pairs ? nullptr : reinterpret_cast<int32_t*>(centres.get(count * 4));
+    planes.rows = reinterpret_cast<int8_t*>(rows.get(count * kPlaneBytes[kind] / 4));
+    if (kind != kBrief) planes.scales = scales.get(count), planes.sums = sums.get(count);
+    if (kind == kEights) planes.centres = reinterpret_cast<int32_t*>(centres.get(count * 4));
     planes.num_blocks = num_blocks;
     planes.group_bits = group_bits;
-    planes.is_pairs = is_pairs;
+    planes.kind = kind;
     return planes;
   }
 };
@@ -79,11 +82,17 @@ INLINE __m512i upper(__m512i x, int32_t half, unsigned bits) {  // what is left 
 // One block of one token: columns 0 … 15 and 16 … 31.
 INLINE void store_planes(const Planes& planes, int64_t block, int64_t token, V low, V high) {
   const int64_t at = planes.at(block, token);
+#if HAS_TILES
+  if (planes.kind == kBrief) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v);
+    return _mm512_storeu_si512(planes.rows + at * kPlaneBytes[kBrief], both);
+  }
+#endif
   __m512i x[2];
   planes.scales[at] = to_integers(low, high, x);
   planes.sums[at] = sum(low + high);
-  if (planes.is_pairs) {
-    int8_t* row = planes.rows + at * kPairBytes;
+  if (planes.kind == kPairs) {
+    int8_t* row = planes.rows + at * kPlaneBytes[kPairs];
     const __m512i nibble = _mm512_set1_epi32(15);
     for (int i = 0; i < 2; ++i) {
       const __m512i high12 = upper(x[i], 2048, 12), low12 = _mm512_sub_epi32(x[i], _mm512_slli_epi32(high12, 12));
@@ -94,7 +103,7 @@ INLINE void store_planes(const Planes& planes, int64_t block, int64_t token, V l
     }
     return;
   }
-  int8_t* row = planes.rows + at * kEightBytes;
+  int8_t* row = planes.rows + at * kPlaneBytes[kEights];
   for (int i = 0; i < 2; ++i) {
     const __m512i middle = upper(x[i], 128, 8), top = upper(middle, 128, 8);
     store_bytes(row + 16 * i, top);
@@ -117,4 +126,8 @@ inline void store_row_planes(const Planes& planes, int64_t token, const float* x
 }
 #else
 #define HAS_INTEGERS 0
+#endif
+
+#ifndef HAS_TILES
+#define HAS_TILES 0
 #endif
