@@ -207,10 +207,11 @@ def quantize(dtype: torch.dtype) -> Results:
     return results
 
 
-def mix_experts(dtype: torch.dtype, *, layout: str, top_k: int) -> Results:
+def mix_experts(dtype: torch.dtype, *, layout: str, top_k: int, stored: torch.dtype | None = None) -> Results:
+    """`stored`: of dense weights, by default as the activations."""
     num_experts, hidden, inner = 5, 64, 96
-    gate_up = make_weight(layout, num_experts * 2 * inner, hidden, dtype)
-    down = make_weight(layout, num_experts * hidden, inner, dtype)
+    gate_up = make_weight(layout, num_experts * 2 * inner, hidden, stored or dtype)
+    down = make_weight(layout, num_experts * hidden, inner, stored or dtype)
     halves = (layout, gate_up.parts), (layout, down.parts)
     results: list[tuple[Tensor, Tensor]] = []
     for num_tokens in (1, 23, 0):
@@ -292,6 +293,17 @@ CASES: list[Case] = [
     *(
         Case(f"mixture of experts, {layout}", partial(mix_experts, layout=layout, top_k=k))
         for layout, k in (("dense", 2), ("fp8_per_tensor", 1), ("mxfp4", 4), ("int8_per_channel", 3))
+    ),
+    *(
+        Case(
+            f"mixture of experts, dense {name}",
+            partial(mix_experts, layout="dense", top_k=2, stored=stored),
+            (dtype,),
+        )
+        for name, stored, dtype in (
+            ("bfloat16 in float32", torch.bfloat16, torch.float32),
+            ("float32 in bfloat16", torch.float32, torch.bfloat16),
+        )
     ),
     Case("uniform numbers", partial(draw, noisy=False), FLOAT32),
     Case("Gumbel noise", partial(draw, noisy=True), FLOAT32),

@@ -1,10 +1,10 @@
 """The decoder's operations on a GPU: Triton kernels behind the seam that ops.py describes.
 
 Dense weights in the compute dtype go to torch's matmul; layouts that products.LAYOUTS names are dequantized in the
-product; what is left (k-quants of GGUF, dense weights in another dtype) is computed by torch in float32, and `describe`
-says so. Experts of a mixture are multiplied by the fused kernels or refused. Projections of one input write side by
-side into one tensor, residuals and biases are added where the product is stored. Nothing synchronizes with the host,
-so a step can be captured in a graph.
+product; what is left (k-quants of GGUF, dense weights in another dtype) is computed by torch in float32, and
+`describe` says so. Experts of a mixture are multiplied by the fused kernels or refused. Projections of one input
+write side by side into one tensor, residuals and biases are added where the product is stored. Nothing synchronizes
+with the host, so a step can be captured in a graph.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ CHOSEN = (
     "product, nvfp4",
     "e4m3 × e4m3, fp8_per_block",
     "mixture of experts, mxfp4",
+    "mixture of experts, dense float32 in bfloat16",
     "sampling",
     "staged scatter",
 )

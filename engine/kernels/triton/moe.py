@@ -157,7 +157,8 @@ def mixture(
     down: tuple[str, Parts],
     num_experts: int,
 ) -> Tensor:
-    """moe.mixture. Layouts: products.LAYOUTS and "dense". x: elements of a row adjacent."""
+    """moe.mixture. Layouts: products.LAYOUTS and "dense", of any float dtype, which are rounded to x's as all are.
+    x: elements of a row adjacent."""
     num_tokens, hidden = x.shape
     top_k = experts.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=x.dtype, device=x.device)
@@ -166,8 +167,8 @@ def mixture(
     num_pairs = num_tokens * top_k
     block_m = 16 if num_pairs <= 16 * num_experts else 64
     blocks = group_pairs(experts, num_experts, block_m)
-    block_k = 64 if x.dtype == torch.float32 else 128
-    tile = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": block_k, "num_warps": 4}
+    is_wide = torch.float32 in (x.dtype, gate_up[1]["weight"].dtype, down[1]["weight"].dtype)
+    tile = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 64 if is_wide else 128, "num_warps": 4}
     where = (blocks.order, blocks.expert, blocks.first, blocks.end)
 
     layout, parts = gate_up

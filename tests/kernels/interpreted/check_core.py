@@ -96,7 +96,7 @@ def run(core: EngineCore) -> dict[str, list[int]]:
 def test_a_core_says_the_same_by_kernels_graphs_and_sampling_of_a_gpu() -> None:
     settings = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 5, "token_budget": 16, "max_model_len": 48}
     expected = run(EngineCore(decoder(TorchOps()), **settings))
-    model = decoder(TritonOps(CPU))
+    model = decoder(TritonOps(CPU, torch.float32))
     steps = DeviceSteps(model, CPU, max_num_seqs=5, max_num_blocks=12, recorder=Recorder())
     core = EngineCore(model, **settings, placement=Placement(), on_device=steps)
     core.use_graphs()
@@ -111,10 +111,12 @@ def test_a_core_says_the_same_by_kernels_graphs_and_sampling_of_a_gpu() -> None:
 def test_drafts_are_verified_by_a_gpus_kernels_and_graphs() -> None:
     settings = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 5, "token_budget": 20, "max_model_len": 48}
     expected = run(EngineCore(decoder(TorchOps()), **settings))
-    model = decoder(TritonOps(CPU))
+    model = decoder(TritonOps(CPU, torch.float32))
     steps = DeviceSteps(model, CPU, max_num_seqs=5, max_num_blocks=12, num_draft_tokens=3, recorder=Recorder())
     core = EngineCore(model, **settings, placement=Placement(), on_device=steps)
-    speculator = speculate(core, "draft", num_draft_tokens=3, draft=decoder(TritonOps(CPU)), adaptive=False)
+    speculator = speculate(
+        core, "draft", num_draft_tokens=3, draft=decoder(TritonOps(CPU, torch.float32)), adaptive=False
+    )
     core.use_graphs()
     while core.num_missing_graphs:
         core.capture_graph()
@@ -133,7 +135,7 @@ def test_tokens_are_those_that_the_sampler_would_choose(truncated: bool) -> None
     logits = torch.randn(40, 300, generator=generator) * 3
     rows, positions = torch.arange(40), torch.arange(40) + 3
     results = []
-    for choose in (None, TritonOps(CPU).choose):
+    for choose in (None, TritonOps(CPU, torch.float32).choose):
         sampler = Sampler(40, 300, choose=choose)
         for row in range(40):
             extra = {"top_k": row % 7, "top_p": 0.5 + row / 80, "min_p": row % 3 / 50} if truncated else {}

@@ -63,7 +63,7 @@ def test_another_backend_attends_in_eager_steps_only() -> None:
         asked.append(query)
         return reference_attention(query, *cache, of) + 1000
 
-    attend = TritonOps(torch.device("cpu"))._attention(Heads(4, 2, 64), eagerly)
+    attend = TritonOps(torch.device("cpu"), FLOAT32)._attention(Heads(4, 2, 64), eagerly)
     qkv, angles = rand(4, 8 * 64, dtype=FLOAT32), rand(4, 32, dtype=FLOAT32)
     rotation = angles.cos(), angles.sin()
     own = attend(qkv.clone(), rotation, (keys, values), replace(batch, is_replayed=True))
