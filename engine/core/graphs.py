@@ -2,11 +2,12 @@
 
 Owns which shapes have a graph, the tensors that graphs read, and how a step is padded to the next larger shape. A
 graph is keyed by (num_tokens, num_reqs): with as many tokens as requests it is for steps of one token each; with
-more, for steps that verify drafts, where tokens are spread among requests as they like. A step that no graph is large
-enough for runs eagerly. Graphs are captured largest first, all in one memory pool, so that smaller ones live in the
-memory of the first; each after one eager run of its shape on random ids, which compiles its kernels. Who captures is
-a `Recorder`: of torch on a GPU, and in tests whatever notes what it was asked. Invariants: a graph reads only tensors
-of `GraphInputs`; padding writes nothing (slots −1), reads only the null block, and has no tokens (seq_lens 0).
+more, for steps that verify drafts, where a request has any number of tokens up to those of a full draft. A step with
+more of one request, which is a prompt's, or one that no graph is large enough for, runs eagerly. Graphs are captured
+largest first, all in one memory pool, so that smaller ones live in the memory of the first; each after one eager run
+of its shape on random ids, which compiles its kernels. Who captures is a `Recorder`: of torch on a GPU, and in tests
+whatever notes what it was asked. Invariants: a graph reads only tensors of `GraphInputs`; padding writes nothing
+(slots −1), reads only the null block, and has no tokens (seq_lens 0).
 """
 
 from __future__ import annotations
@@ -77,10 +78,12 @@ class GraphInputs:
     """The tensors that graphs read, as large as the largest step. Content beyond a step's own is padding."""
 
     def __init__(
-        self, max_num_reqs: int, max_num_blocks: int, device: torch.device, max_num_tokens: int | None = None
-    ) -> None:
+        self, max_num_reqs: int, max_num_blocks: int, device: torch.device, max_num_tokens: int | None = None,
+        *, block_size: int,
+    ) -> None:  # fmt: skip
         """max_num_tokens: by default one for each request."""
         int64, int32 = torch.int64, torch.int32
+        self._block_size = block_size
         max_num_tokens = max_num_tokens or max_num_reqs
         self.input_ids = torch.zeros(max_num_tokens, dtype=int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=int64, device=device)
@@ -108,14 +111,19 @@ class GraphInputs:
         self.slot_mapping[tokens].fill_(-1)
 
     def randomize(self, key: Key, vocab_size: int) -> None:
-        """Random ids on slots that are not written and blocks that are null: what warm-ups and captures run on."""
+        """Random ids on slots that are not written and blocks that are null: what warm-ups and captures run on.
+
+        Contexts are a block longer than what is asked of them, as far as a table reaches: a graph is the same for all
+        lengths, and longer ones would take a capture's eager run longer."""
         num_tokens, num_reqs = key
-        longest = self.block_table.shape[1]
+        longest = self.block_table.shape[1] * self._block_size
+        per_request = min(num_tokens // num_reqs, longest)
+        length = min(per_request + self._block_size, longest)
         self.input_ids[:num_tokens].random_(0, vocab_size)
-        self.positions[:num_tokens].random_(0, longest)
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * (num_tokens // num_reqs)
+        self.positions[:num_tokens].random_(0, length)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32) * per_request
         self.query_start_loc[: num_reqs + 1].copy_(starts)
-        self.seq_lens[:num_reqs].fill_(longest)
+        self.seq_lens[:num_reqs].fill_(length)
         self.block_table[:num_reqs].zero_()
         self.slot_mapping[:num_tokens].fill_(-1)
 
@@ -143,10 +151,12 @@ class DecodeGraphs:
     """Graphs of one decoder on one KV cache. A new cache needs new graphs: their addresses are in them."""
 
     def __init__(
-        self, forward: Forward, recorder: Recorder, inputs: GraphInputs, keys: Sequence[Key], vocab_size: int
-    ) -> None:
+        self, forward: Forward, recorder: Recorder, inputs: GraphInputs, keys: Sequence[Key], vocab_size: int,
+        *, longest_query: int,
+    ) -> None:  # fmt: skip
+        """longest_query: tokens of one request in a step that a graph is for, 1 + the longest draft."""
         self._forward, self._recorder, self._inputs = forward, recorder, inputs
-        self._vocab_size = vocab_size
+        self._vocab_size, self._longest_query = vocab_size, longest_query
         self._missing: list[Key] = sorted(keys)
         self._captured: dict[Key, _Captured] = {}
         self.num_replayed = 0
@@ -176,17 +186,20 @@ class DecodeGraphs:
             pass
 
     def key_for(self, num_tokens: int, batch: AttentionBatch) -> Key | None:
-        """The smallest captured shape that this step fits in; None if it has to run eagerly."""
+        """The smallest captured shape that this step fits in; None if it has to run eagerly. query_start_loc: the
+        host's."""
         num_reqs = batch.seq_lens.shape[0]
         if not num_reqs or batch.block_table.shape[1] > self._inputs.block_table.shape[1]:
             return None
         decodes = num_tokens == num_reqs == batch.num_decodes
+        if not decodes and int(batch.query_start_loc.diff().max()) > self._longest_query:
+            return None
         kind = (key for key in self._captured if (key[0] == key[1]) == decodes)
         return min((key for key in kind if key[0] >= num_tokens and key[1] >= num_reqs), default=None)
 
     def run(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor | None:
         """A step's hidden states by replay: dtype[num_tokens, hidden_size], good until the next call. None if there
-        is no graph for it."""
+        is no graph for it. Tensors come from anywhere, but for query_start_loc, which the host looks at."""
         num_tokens = input_ids.shape[0]
         key = self.key_for(num_tokens, batch)
         if key is None:

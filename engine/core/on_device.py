@@ -64,8 +64,8 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """Forward passes of one decoder on one device. `num_draft_tokens`: how many tokens more than one of each request
-    a step may verify and still have a graph; 0 without speculation."""
+    """Forward passes of one decoder on one device. `num_draft_tokens`: how many tokens more than one a step may have
+    of a request and still have a graph; 0 without speculation."""
 
     def __init__(
         self, decoder: Decoder, device: torch.device, *, max_num_seqs: int, max_num_blocks: int,
@@ -106,7 +106,10 @@ class DeviceSteps:
         keys = graph_keys(decode_sizes(self._max_num_seqs, token_budget), self._num_draft_tokens, token_budget)
         if self._inputs is None:
             num_tokens = max(key[0] for key in keys)
-            self._inputs = GraphInputs(self._max_num_seqs, self._max_num_blocks, self._device, num_tokens)
+            block_size = layers[0][0].shape[1]
+            self._inputs = GraphInputs(
+                self._max_num_seqs, self._max_num_blocks, self._device, num_tokens, block_size=block_size
+            )
 
         def forward(input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
             return self._decoder.forward(input_ids, positions, layers, batch)
@@ -117,6 +120,7 @@ class DeviceSteps:
             self._inputs,
             keys,
             self._decoder.spec.vocab_size,
+            longest_query=1 + self._num_draft_tokens,
         )
 
     def drop_graphs(self) -> None:

@@ -18,6 +18,7 @@ from preload.engine.core.core import EngineCore
 from preload.engine.core.graphs import DecodeGraphs, GraphInputs, decode_sizes, graph_keys
 from preload.engine.core.loop import DrainAsked, StepLoop
 from preload.engine.core.on_device import DeviceSteps
+from preload.engine.core.speculation.build import speculate
 from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.timeline import Timeline, now_ns
 
@@ -77,7 +78,7 @@ def graphs(seen: list[Any]) -> DecodeGraphs:
         return input_ids[:, None].float()
 
     keys = graph_keys(decode_sizes(6, 512), 0, 512)
-    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU), keys, 1000)
+    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU, block_size=4), keys, 1000, longest_query=1)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,8 @@ def test_steps_that_verify_are_padded_in_tokens_and_in_requests(seen: list[Any])
         return input_ids[:, None].float()
 
     keys = graph_keys([1, 2, 4], 2, 512)
-    graphs = DecodeGraphs(forward, FakeRecorder(), GraphInputs(4, 3, CPU, 12), keys, 1000)
+    inputs = GraphInputs(4, 3, CPU, 12, block_size=4)
+    graphs = DecodeGraphs(forward, FakeRecorder(), inputs, keys, 1000, longest_query=3)
     assert graphs.capture_next() == (12, 4)
     assert seen[0][1].query_start_loc.tolist() == [0, 3, 6, 9, 12]
     assert [graphs.capture_next() for _ in keys[1:]] == [(6, 2), (4, 4), (3, 1), (2, 2), (1, 1)]
@@ -177,8 +179,51 @@ def test_steps_that_verify_are_padded_in_tokens_and_in_requests(seen: list[Any])
     assert batch.num_decodes == 0
     assert graphs.key_for(2, verifying([1, 1])) == (2, 2)
     assert graphs.key_for(4, verifying([2, 2])) == (6, 2)
-    assert graphs.key_for(7, verifying([4, 3])) == (12, 4), "more tokens of one request than any draft has"
-    assert graphs.key_for(13, verifying([10, 3])) is None
+    assert graphs.key_for(7, verifying([1, 3, 3])) == (12, 4)
+    assert graphs.key_for(7, verifying([3, 4])) is None, "more tokens of one request than any draft has: a prompt's"
+    assert graphs.key_for(13, verifying([3, 3, 3, 3, 1])) is None
+
+
+@pytest.mark.parametrize(("width", "block_size", "per_request"), [(3, 4, 8), (1, 16, 8), (1, 4, 8), (40, 16, 1)])
+def test_captures_run_on_contexts_that_hold_their_tokens(width: int, block_size: int, per_request: int) -> None:
+    inputs = GraphInputs(2, width, CPU, 2 * per_request, block_size=block_size)
+    key = (2 * per_request, 2)
+    for _ in range(5):
+        inputs.randomize(key, 1000)
+        _, positions, batch = inputs.view(key)
+        assert bool((batch.query_start_loc.diff() >= 1).all())
+        assert bool((batch.seq_lens >= batch.query_start_loc.diff()).all()), "a context is not less than nothing"
+        assert int(batch.seq_lens.max()) <= width * block_size, "a table's end"
+        assert int(batch.seq_lens.max()) <= per_request + block_size, "captures take no whole contexts"
+        assert bool((positions < batch.seq_lens.max()).all())
+
+
+def test_prompts_run_eagerly_beside_graphs_that_verify(tiny: Any, make_request: Any, run_core: Any) -> None:
+    """Seven drafts a request make graphs as large as many a prompt."""
+    decoder, seen = tiny.decoder(), []
+    compute = decoder.forward
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, layers: Any, batch: AttentionBatch) -> torch.Tensor:
+        seen.append((int(batch.query_start_loc.diff().max()), batch.is_replayed))
+        return compute(ids, positions, layers, batch)
+
+    decoder.forward = forward
+    steps = DeviceSteps(decoder, CPU, max_num_seqs=4, max_num_blocks=16, num_draft_tokens=7, recorder=FakeRecorder())
+    settings = {"num_blocks": 65, "block_size": 4, "max_num_seqs": 4, "token_budget": 32, "max_model_len": 64}
+    core = EngineCore(decoder, **settings, on_device=steps)
+    speculate(core, "draft", num_draft_tokens=7, draft=tiny.decoder(), adaptive=False)
+    core.use_graphs()
+    while core.num_missing_graphs:
+        core.capture_graph()
+    assert steps.graphs is not None
+    assert steps.graphs.keys[-1] == (32, 4)
+    seen.clear()
+    prompt = [5, 6, 7, 8] * 3
+    finished = run_core(core, make_request("a", prompt, max_tokens=24))
+    assert finished["a"].token_ids == tiny.greedy(prompt, 24)
+    assert [replayed for longest, replayed in seen if longest > 8] == [False], "the prompt, and only it"
+    assert all(replayed for longest, replayed in seen if longest <= 8)
+    assert any(longest > 1 for longest, replayed in seen if replayed), "drafts are verified by graphs"
 
 
 @pytest.fixture
