@@ -6,6 +6,8 @@ their addresses are good here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,24 +37,33 @@ def choose_device(device: str) -> tuple[ConversionDevice | None, str]:
 
 
 class CudaConversion:
-    """`ConversionDevice` of torch's device with this index."""
+    """`ConversionDevice` of torch's device with this index. Raises DeviceError, NoMemoryError."""
 
     def __init__(self, index: int) -> None:
-        self.name = f"cuda:{index}"
         self._device = torch.device("cuda", index)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        with _telling(self._device):
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
+        except RuntimeError as error:
+            raise NoMemoryError(
+                f"{num_bytes} bytes of the host's memory could not be pinned for conversion on {self._device} "
+                f"({_reason(error)}); free memory of the host, or lower the daemon's --loader-threads",
+                {"device": str(self._device)},
+            ) from error
 
     def queue(self) -> CudaQueue:
-        return CudaQueue(self._device, shared_driver())
+        with _telling(self._device):
+            return CudaQueue(self._device, shared_driver())
 
     def release(self) -> str:
-        torch.cuda.synchronize(self._device)
-        most = torch.cuda.max_memory_reserved(self._device)
-        torch.cuda.empty_cache()
-        left = torch.cuda.memory_reserved(self._device)
+        with _telling(self._device):
+            torch.cuda.synchronize(self._device)
+            most = torch.cuda.max_memory_reserved(self._device)
+            torch.cuda.empty_cache()
+            left = torch.cuda.memory_reserved(self._device)
         return f"{most >> 20} MiB of transient device memory at most, {left >> 20} MiB left"
 
 
@@ -65,10 +76,13 @@ class CudaQueue:
 
     def submit(self, stored: Tensor, work: Work, put: Put | None, out: Tensor) -> Ticket:
         try:
-            with torch.cuda.stream(self._stream):
+            with _telling(self._device), torch.cuda.stream(self._stream):
                 return self._submit(stored, work, put, out)
-        except RuntimeError as error:
-            raise _told(error, self._device) from error
+        except BaseException:
+            # There is no ticket to wait for what was begun, from `stored` and into segments.
+            with suppress(RuntimeError):  # the first error is told
+                self._stream.synchronize()
+            raise
 
     def _submit(self, stored: Tensor, work: Work, put: Put | None, out: Tensor) -> Ticket:
         parts, is_good = work(stored.to(self._device, non_blocking=True))
@@ -91,19 +105,34 @@ class _CudaTicket:
         self._event, self._sizes, self._flag, self._device = event, sizes, flag, device
 
     def wait(self) -> tuple[list[int], bool]:
-        try:
+        with _telling(self._device):
             self._event.synchronize()
-        except RuntimeError as error:
-            raise _told(error, self._device) from error
         return self._sizes, bool(self._flag[0])
+
+
+@contextmanager
+def _telling(device: torch.device) -> Iterator[None]:
+    """Errors of torch leave it as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _told(error, device) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _told(error: RuntimeError, device: torch.device) -> PreloadError:
     """An error of torch as ours."""
-    reason = str(error).partition("\n")[0]
+    reason = _reason(error)
     if isinstance(error, torch.OutOfMemoryError):
         return NoMemoryError(
             f"{device} has no memory left to convert weights in ({reason}); evict generations, or lower the daemon's "
             "--device-limit"
         )
-    return DeviceError(f"conversion on {device} failed: {reason}", {"device": str(device)})
+    return DeviceError(
+        f"conversion on {device} failed: {reason}; load again, and if it stays so see what nvidia-smi and the "
+        "kernel's log say of the device",
+        {"device": str(device)},
+    )

@@ -4,19 +4,23 @@ For each thread that reads there is a lane: two slots of pinned memory and a que
 read, sent, converted, stored in its segment, and its result brought back for its digest, while the other slot's is
 read. Owns the order of these and the digests; the device is behind `ConversionDevice`, whose queues do what they are
 told in order, some time before `Ticket.wait` returns. Invariants: a slot is not touched between its submission and
-the end of its wait; transient memory is bounded by threads × two pieces, whatever the size of the checkpoint.
+the end of its wait; nothing is under way when a run has ended, be it with an error; transient memory is bounded by
+threads × two pieces, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
+
+from preload.engine.errors import PreloadError
 
 from .convert import magnitude_of, not_finite, parts_of
 from .plan import Place
@@ -41,11 +45,12 @@ class Queue(Protocol):
 
     def submit(self, stored: Tensor, work: Work, put: Put | None, out: Tensor) -> Ticket:
         """Sends `stored`, does `work`, stores what `put` has an address for, and brings all results back, side by
-        side, into `out`. Both are pinned: uint8[n]. Raises DeviceError, NoMemoryError."""
+        side, into `out`. Both are pinned: uint8[n]. Raises DeviceError, NoMemoryError, when nothing of it is under
+        way any more."""
 
 
 class ConversionDevice(Protocol):
-    name: str
+    """Every method raises DeviceError, NoMemoryError."""
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Memory of the host that the device can copy from and to: uint8[num_bytes]."""
@@ -107,8 +112,12 @@ class _Lane:
             for number in range(len(pieces), len(pieces) + 2):
                 self._finish(self._slots[number % 2], take)
         finally:
+            # After an error the other slot's work may be under way, into a segment that is unmapped next.
             for slot in self._slots:
-                slot.ticket = None
+                ticket, slot.ticket = slot.ticket, None
+                if ticket is not None:
+                    with suppress(PreloadError):  # the first error is told
+                        ticket.wait()
 
     def _stored(self, slot: _Slot, piece: Piece) -> Tensor:
         """The slot's place for a piece, and enough of one for its results and the word on them."""

@@ -6,15 +6,17 @@ begin with anything before it is waited for, so a buffer that is filled too earl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from preload.engine.errors import CheckpointError, DeviceError, NoMemoryError
+from preload.engine.errors import CheckpointError, DeviceError, NoMemoryError, PreloadError
 from preload.engine.loading import cuda_conversion, fill
-from preload.engine.loading.device_conversion import DeviceConversion
+from preload.engine.loading.device_conversion import DeviceConversion, _Lane
 from preload.engine.loading.fill import Filled, Filler
 from preload.engine.loading.plan import make_plan
 from preload.engine.loading.resolve import open_and_resolve
@@ -68,8 +70,6 @@ class LateTicket:
 
 class LateDevice:
     """`memory`: its one segment."""
-
-    name = "late"
 
     def __init__(self, size: int, strict: Any, fails_at: int = 0) -> None:
         self.memory = bytearray(size)
@@ -183,6 +183,65 @@ def test_a_device_without_memory_ends_the_load(folder: str, strict: Any) -> None
         run(folder, "mxfp8", lambda size: LateDevice(size, strict, fails_at=3))
 
 
+class NotingDevice:
+    """Notes which submissions have been waited for; `lost`: those whose wait fails. The third is not taken if
+    `is_full`."""
+
+    def __init__(self, lost: Sequence[int] = (), *, is_full: bool = False) -> None:
+        self.lost, self.is_full = lost, is_full
+        self.num_submitted = 0
+        self.waited: list[int] = []
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def queue(self) -> Any:
+        return self
+
+    def release(self) -> str:
+        return "nothing"
+
+    def submit(self, stored: torch.Tensor, work: Any, put: Any, out: torch.Tensor) -> Any:
+        number, self.num_submitted = self.num_submitted, self.num_submitted + 1
+        if number == 2 and self.is_full:
+            raise NoMemoryError("the device has no memory left")
+
+        def wait() -> tuple[list[int], bool]:
+            self.waited.append(number)
+            if number in self.lost:
+                raise DeviceError(f"piece {number} is lost")
+            return [8], True
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("device", "unreadable", "words", "waited"),
+    [
+        (NotingDevice(is_full=True), None, "no memory left", [0, 1]),
+        (NotingDevice([0]), None, "piece 0 is lost", [0, 1]),
+        (NotingDevice([0, 1]), None, "piece 0 is lost", [0, 1]),
+        (NotingDevice([1]), 2, "piece 2 is unreadable", [0, 1]),
+        (NotingDevice(), 1, "piece 1 is unreadable", [0]),
+    ],
+)
+def test_nothing_is_under_way_when_a_run_has_failed_and_the_first_error_is_told(
+    device: NotingDevice, unreadable: int | None, words: str, waited: list[int]
+) -> None:
+    """Segments are unmapped then."""
+    pieces: Any = [SimpleNamespace(num_bytes=8, out_bytes=8) for _ in range(4)]
+
+    def read(piece: Any, into: memoryview) -> bool:
+        if device.num_submitted == unreadable:
+            raise CheckpointError(f"piece {unreadable} is unreadable")
+        return True
+
+    lane = _Lane(device)
+    with pytest.raises((NoMemoryError, DeviceError, CheckpointError), match=words):
+        lane.run(pieces, read, lambda piece: lambda stored: ([], stored), None, lambda parts, is_good: None)
+    assert device.waited == waited
+
+
 @pytest.mark.parametrize(("device", "reason"), [("host", "the host's memory"), ("", "the host's memory")])
 def test_who_converts_is_said_with_the_reason(device: str, reason: str) -> None:
     found, text = cuda_conversion.choose_device(device)
@@ -211,4 +270,63 @@ def test_errors_of_torch_are_told_as_ours() -> None:
     assert "cuda:1 has no memory left to convert weights in (CUDA out of memory. Tried to)" in told.message
     lost = cuda_conversion._told(RuntimeError("CUDA error: device lost"), device)
     assert isinstance(lost, DeviceError)
-    assert "conversion on cuda:1 failed: CUDA error: device lost" in lost.message
+    assert "conversion on cuda:1 failed: CUDA error: device lost; load again" in lost.message
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            RuntimeError("CUDA error: device lost\nmore"),
+            DeviceError,
+            "cuda:1 failed: CUDA error: device lost; load again",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            NoMemoryError,
+            "cuda:1 has no memory left to convert weights in",
+        ),
+    ],
+)
+def test_no_call_of_torch_fails_untold(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, kind: type[PreloadError], words: str
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fail)
+    with pytest.raises(kind, match=words):
+        cuda_conversion.CudaConversion(1)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    device = cuda_conversion.CudaConversion(1)
+    monkeypatch.setattr(torch.cuda, "Stream", fail)
+    monkeypatch.setattr(cuda_conversion, "shared_driver", lambda: None)
+    with pytest.raises(kind, match=words):
+        device.queue()
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(kind, match=words):
+        device.release()
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(NoMemoryError, match=r"4096 bytes of the host's memory could not be pinned .* cuda:1 \(CUDA"):
+        device.pinned(4096)
+
+
+def test_a_submission_that_fails_is_over_before_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first part may be on its way into a segment."""
+    seen: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: seen.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    queue = cuda_conversion.CudaQueue(torch.device("cuda", 1), SimpleNamespace())  # type: ignore[arg-type]
+
+    errors = [NoMemoryError("full"), RuntimeError("lost")]
+
+    def fail(*args: Any) -> Any:
+        seen.append("begun")
+        raise errors.pop()
+
+    monkeypatch.setattr(queue, "_submit", fail)
+    for kind in (DeviceError, NoMemoryError):
+        with pytest.raises(kind):
+            queue.submit(torch.empty(0), lambda stored: ([], stored), None, torch.empty(0))
+    assert seen == ["begun", "waited"] * 2
