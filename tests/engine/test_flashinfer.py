@@ -16,9 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preload.engine.core import kernels
 from preload.engine.core.config import CoreConfig
 from preload.engine.core.kernels import ops_on
 from preload.engine.core.placement import HostPlacement
+from preload.engine.core.process import _build_decoder
 from preload.engine.errors import DeviceError, RequestError
 from preload.engine.kernels.attention import AttentionBatch, paged_attention
 from preload.engine.kernels.flashinfer_plan import pages_of
@@ -145,6 +147,27 @@ def test_what_it_has_no_kernels_for_is_refused_by_name() -> None:
         FlashInferOps(CPU, torch.float32, FLASHINFER)
     with pytest.raises(RequestError, match="this model's are of 80"):
         FlashInferOps(CPU, torch.bfloat16, FLASHINFER).attention(Heads(4, 2, 80))
+
+
+def test_a_refusal_tells_which_model_it_is(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = {"spec": tiny.spec.to_dict(), "compute_dtype": "bfloat16", "model": "llama"}
+    tensors = {name: tensor.bfloat16() for name, tensor in tiny.tensors.items()}
+    attachment: Any = SimpleNamespace(
+        resolved_recipe=resolved, generation_id="g-7", tensors=tensors, layouts=tiny.layouts
+    )
+    monkeypatch.setattr(
+        kernels, "ops_on", lambda placement, folder, dtype, *rest: FlashInferOps(CPU, dtype, FLASHINFER)
+    )
+    config = CoreConfig(attention_backend="flashinfer")
+    for role in ("target", "draft"):
+        words = rf"the {role} model \(generation g-7\): attention_backend flashinfer has kernels for heads of 64"
+        with pytest.raises(RequestError, match=words):
+            _build_decoder(config, attachment, HostPlacement(), role)
+    resolved["compute_dtype"] = "float32"
+    with pytest.raises(
+        RequestError, match=r"the target model \(generation g-7\): .*the compute dtype is torch\.float32"
+    ):
+        _build_decoder(config, attachment, HostPlacement())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
