@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from preload.engine.kernels.native.library import (
     HOLDS_GIL_TOKENS,
     LAYOUT_IDS,
     AttentionStepStruct,
-    DecoderLayerStruct,
     LinearPartStruct,
     NativeLibrary,
     WeightStruct,
@@ -29,6 +27,7 @@ from preload.engine.kernels.staging import scatter_ranges
 from preload.engine.quantization.layouts import DENSE
 
 from .linear import Linear, product
+from .native_layers import NativeLayers
 from .native_mixture import native_mixture
 from .native_sampling import NativeSampling
 from .ops import (
@@ -277,29 +276,6 @@ class NativeAttention:
         call = self._holding if num_tokens <= HOLDS_GIL_TOKENS else self._releasing
         call(self._session, step, qkv.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr())
         return out
-
-
-class NativeLayers:
-    """All layers of a decoder in one call. See native/layers.h."""
-
-    def __init__(self, library: NativeLibrary, layers: Sequence[Sequence[Any]]) -> None:
-        """layers: of each, its operations, all native, as `Layer.operations` orders them."""
-        self._run, self._session = library.layers, library.session
-        self._owned = layers  # the structures point into these
-        self._attention: NativeAttention = layers[0][1]
-        self._structs = (DecoderLayerStruct * len(layers))()
-        for struct, (qkv, _, o, gated, down) in zip(self._structs, layers, strict=True):
-            struct.qkv, struct.o, struct.gated, struct.down = qkv.part(), o.part(), gated.part(), down.part()
-
-    def __call__(
-        self, hidden: Tensor, rotation: Rotation, caches: Sequence[LayerCache], batch: AttentionBatch
-    ) -> Tensor:
-        for struct, (keys, values) in zip(self._structs, caches, strict=True):
-            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-        step = self._attention.step(rotation, caches[0], batch)
-        hidden = hidden.contiguous()
-        self._run(self._session, self._structs, len(self._structs), step, hidden.data_ptr())
-        return hidden
 
 
 def _is_native(operations: Sequence[object]) -> bool:

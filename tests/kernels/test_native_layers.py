@@ -9,7 +9,8 @@ import torch
 
 from preload.engine.core.kv_cache import KVCache
 from preload.engine.kernels.attention import AttentionBatch
-from preload.engine.layers.native_ops import NativeLayers, native_ops
+from preload.engine.layers.native_layers import NativeLayers
+from preload.engine.layers.native_ops import native_ops
 from preload.engine.layers.ops import one_by_one
 from preload.engine.models.decoder import Decoder
 
