@@ -1,7 +1,7 @@
 """All layers of a decoder as one native call: what `Ops.layers` gives where every operation of them is native.
 
-Owns the structures of native/layers.h, made once; where each layer's cache lies is told at every call. Results are the
-same bits as one operation after the other.
+Owns the structures of native/layers.h, made once; where each layer's cache lies is told at every call. Results
+are the same bits as one operation after the other.
 """
 
 from __future__ import annotations
