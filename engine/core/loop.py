@@ -94,7 +94,7 @@ class StepLoop:
         self._timeline = timeline
         self._on_first_token = on_first_token
         self._first_token_pending = True
-        self._first_arrival: tuple[str, int] | None = None
+        self._arrivals: dict[str, int] = {}  # of requests without a token, until there is a first one
         self._stream: OutputStream | None = None
         self._requests_ended = False
         self._drain_deadline_ns: int | None = None
@@ -150,7 +150,8 @@ class StepLoop:
                 self._end_finished_stream()
             case StreamClosed():
                 self.core.drop_all()
-                self._stream, self._first_arrival = None, None
+                self._stream = None
+                self._arrivals.clear()
             case DrainAsked(deadline_ns):
                 self._drain_deadline_ns = deadline_ns
             case PromotionAsked(done):
@@ -178,12 +179,12 @@ class StepLoop:
             if self._drain_deadline_ns is not None:
                 self._refuse(message.add.request_id, "the engine core is draining; send it to another", draining=True)
                 return
-            if self._first_token_pending and self._first_arrival is None:
-                self._first_arrival = message.add.request_id, at_ns
+            if self._first_token_pending:
+                self._arrivals[message.add.request_id] = at_ns
             try:
                 self.core.add_request(request_from_proto(message.add))
             except RequestError as error:
-                self._first_arrival = None
+                self._arrivals.pop(message.add.request_id, None)
                 self._refuse(message.add.request_id, error.message, refused=True)
         elif message.HasField("vocabulary"):
             self.core.grammars.set_vocabulary(vocabulary_from_proto(message.vocabulary))
@@ -210,15 +211,12 @@ class StepLoop:
             self._stream = None
 
     def _note_first_token(self, outputs: list[RequestOutput]) -> None:
-        """Records the time from the first request's arrival to its first token."""
-        if self._first_arrival is None:
-            return
-        request_id, at_ns = self._first_arrival
+        """Records the time from the arrival of the request that gets the first token until then."""
         for output in outputs:
-            if output.request_id == request_id:
-                if output.token_ids:
-                    self._timeline.add("first_token", at_ns)
-                    self._first_token_pending = False
-                    self._on_first_token()
-                self._first_arrival = None
+            at_ns = self._arrivals.pop(output.request_id, None)
+            if at_ns is not None and output.token_ids:
+                self._timeline.add("first_token", at_ns)
+                self._first_token_pending = False
+                self._arrivals.clear()
+                self._on_first_token()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -123,12 +124,13 @@ def test_verify_reads_device_memory_back_and_finds_what_was_changed(
 def overwrite(machine: Any, pid: int) -> None:
     """A byte of the segment, as a broken kernel of somebody's would."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(entry).startswith(f"/memfd:fakecuda:{machine.id}"):
-            with entry.open("r+b") as file:
-                byte = file.read(1)[0]
-                file.seek(0)
-                file.write(bytes([byte ^ 1]))
-            return
+        with contextlib.suppress(FileNotFoundError):  # the process opens and closes others meanwhile
+            if os.readlink(entry).startswith(f"/memfd:fakecuda:{machine.id}"):
+                with entry.open("r+b") as file:
+                    byte = file.read(1)[0]
+                    file.seek(0)
+                    file.write(bytes([byte ^ 1]))
+                return
     raise AssertionError("the daemon holds no device memory")
 
 

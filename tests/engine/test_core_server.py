@@ -15,10 +15,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from preload.engine.core.loop import StepLoop
+from preload.engine.core.loop import DrainAsked, RequestArrived, StepLoop
 from preload.engine.core.server import CoreServer, CoreService, Identity
 from preload.engine.errors import CoreError
-from preload.engine.timeline import Timeline
+from preload.engine.timeline import Timeline, now_ns
 from preload.protos import engine_core_pb2 as pb
 from preload.protos import engine_core_pb2_grpc as pb_grpc
 
@@ -247,6 +247,20 @@ def test_stats_count_and_the_first_token_is_a_phase(serve: Any, wait_for: Any) -
     assert stats.phases[0].end_ns > stats.phases[0].start_ns
     assert len(served.first_token_calls) == 1
     client.close()
+
+
+def test_a_refused_first_request_does_not_hide_the_first_token_of_one_that_came_with_it(
+    tiny: Any, make_core: Callable[..., Any]
+) -> None:
+    timeline, calls = Timeline(), []
+    loop = StepLoop(make_core(tiny), timeline, lambda: calls.append(None))
+    for request_id, prompt in (("bad", []), ("r", [1, 2, 3])):  # both before the first step
+        add = pb.AddRequest(request_id=request_id, prompt_ids=prompt, sampling=pb.SamplingParams(max_tokens=2))
+        loop.inbox.put(RequestArrived(pb.CoreRequest(add=add), now_ns()))
+    loop.inbox.put(DrainAsked(now_ns() + 10 * 10**9))
+    loop.run()
+    assert [phase.name for phase in timeline.phases] == ["first_token"]
+    assert len(calls) == 1
 
 
 def test_the_socket_is_private_and_health_says_serving(serve: Any) -> None:
