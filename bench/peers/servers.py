@@ -174,9 +174,7 @@ class LlamaCpp:
         self._num_threads = num_threads
 
     def settings(self) -> dict[str, str]:
-        return {
-            "serve": " ".join(["llama-server", *self._words(Need(1, 288), "PORT")[1:]]) + " (-np, -c by workload)"
-        }
+        return {"serve": as_told("llama-server", self._words(Need(1, 288), "PORT")) + " (-np, -c by workload)"}
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -207,7 +205,7 @@ class Vllm:
 
     def settings(self) -> dict[str, str]:
         variables = " ".join(f"{name}={value}" for name, value in self._variables().items() if "VLLM_CPU" in name)
-        return {"serve": f"{variables} python " + " ".join(self._words("PORT")[1:])}
+        return {"serve": f"{variables} {as_told('python', self._words('PORT'))}"}
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -242,6 +240,11 @@ class Vllm:
         }
         openmp = self._environment / "lib" / "libiomp5.so"
         return {**variables, "LD_PRELOAD": str(openmp)} if openmp.exists() else variables
+
+
+def as_told(program: str, words: list[str]) -> str:
+    """A command line for a reader elsewhere: of files, their names."""
+    return " ".join([program, *(Path(word).name if "/" in word else word for word in words[1:])])
 
 
 def free_port() -> int:

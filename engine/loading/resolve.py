@@ -67,18 +67,7 @@ def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
         raise RequestError(
             f"model {recipe.model!r} is asked for, and {checkpoint.config_path} describes a {spec.family}"
         )
-    if spec.num_layers > len(checkpoint.tensors):
-        raise CheckpointError(
-            f"{checkpoint.config_path}: num_hidden_layers={spec.num_layers}, but {checkpoint.path} holds only "
-            f"{len(checkpoint.tensors)} tensors; correct the configuration",
-            {"file": checkpoint.config_path, "key": "num_hidden_layers"},
-        )
-    if spec.num_experts > len(checkpoint.tensors):
-        raise CheckpointError(
-            f"{checkpoint.config_path}: num_local_experts={spec.num_experts}, but {checkpoint.path} holds only "
-            f"{len(checkpoint.tensors)} tensors; correct the configuration",
-            {"file": checkpoint.config_path, "key": "num_local_experts"},
-        )
+    _check_counts(checkpoint, spec)
     expected, stacks = expected_tensors(spec), stacked_experts(spec)
     in_stacks = {part for parts in stacks.values() for part in parts}
     is_gguf = checkpoint.format == "gguf"
@@ -115,6 +104,17 @@ def _resolve_llama(checkpoint: Checkpoint, recipe: Recipe) -> Resolved:
         return Resolved(spec.family, recipe, spec, steps, packing=packing)
     aliases = _lm_head_aliases(steps)
     return Resolved(spec.family, recipe, spec, steps, aliases, _tied_sources(stored), packing)
+
+
+def _check_counts(checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    """Names are made for every layer and expert, so there may be no more of them than tensors."""
+    for key, count in (("num_hidden_layers", spec.num_layers), ("num_local_experts", spec.num_experts)):
+        if count > len(checkpoint.tensors):
+            raise CheckpointError(
+                f"{checkpoint.config_path}: {key}={count}, but {checkpoint.path} holds only "
+                f"{len(checkpoint.tensors)} tensors; correct the configuration",
+                {"file": checkpoint.config_path, "key": key},
+            )
 
 
 def _spec(checkpoint: Checkpoint, recipe: Recipe, packing: Packing | None) -> ModelSpec:

@@ -17,6 +17,7 @@ from preload.bench.peers.load_generator import Answer, LoadGenerator, Request
 from preload.bench.peers.picture import picture
 from preload.bench.peers.prompts import PROSE, Prompts
 from preload.bench.peers.report import medians, ratios, text
+from preload.bench.peers.servers import LlamaCpp, Preload, Vllm
 from preload.bench.processes import BenchError
 from preload.engine.frontend.tokenizer_files import load_tokenizer
 
@@ -165,3 +166,23 @@ def test_the_picture_is_well_formed_and_has_a_bar_for_every_figure() -> None:
 def test_the_report_says_what_bounds_a_step() -> None:
     report = text(result_of({"preload": at_8(400, between_ms=20.0)}))
     assert "8 at a time: 12.5 MB of weights a token; a step takes 20.0 ms, reading them 2.5 ms (12%)" in report
+
+
+def test_what_was_run_is_told_without_the_folders_of_this_machine(tmp_path: Path) -> None:
+    checkpoint, log = str(tmp_path / "model.gguf"), tmp_path / "log"
+    targets = [
+        Preload(checkpoint),
+        LlamaCpp(checkpoint, tmp_path / "llama-server", log, 2),
+        Vllm(tmp_path / "folder", tmp_path / "venv", log, "bfloat16"),
+    ]
+    for target in targets:
+        told = target.settings()["serve"]
+        assert str(tmp_path) not in told
+        assert "model.gguf" in told or "--model folder" in told
+
+
+def test_another_setting_of_ours_has_ratios_of_its_own() -> None:
+    rate = {"concurrency_64": {"output_tokens_per_s": 100.0}}
+    found = {"preload": rate, "preload-medium": {"concurrency_64": {"output_tokens_per_s": 300.0}}, "vllm-x": rate}
+    key = "concurrency_64.output_tokens_per_s"
+    assert {label: part[key] for label, part in ratios(found).items()} == {"vllm": 1.0, "vllm, preload-medium": 3.0}
