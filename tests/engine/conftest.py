@@ -53,6 +53,9 @@ start_template = _template_side.start_template
 
 simulate = pytest.fixture(scope="session")(lambda: _load_fake("scheduler_simulator").simulate)
 
+_graph_recorder = _load_fake("graph_recorder")
+recorder = pytest.fixture(lambda: _graph_recorder.FakeRecorder())
+
 _strict_device = _load_fake("strict_device")
 gpu_of_the_host = _strict_device.gpu_of_the_host
 load_strict = pytest.fixture(scope="session")(lambda: _strict_device)

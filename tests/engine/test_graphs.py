@@ -7,8 +7,6 @@ in the inputs, as those of a GPU do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,34 +21,6 @@ from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.timeline import Timeline, now_ns
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class FakeGraph:
-    work: Callable[[], torch.Tensor]
-    out: torch.Tensor
-    num_replays: int = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self.out.copy_(self.work())
-
-
-@dataclass
-class FakeRecorder:
-    """Captures on the host. `sizes`: tokens of each capture in order."""
-
-    graphs: list[FakeGraph] = field(default_factory=list)
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
-        work()
-        graph = FakeGraph(work, work().clone())
-        self.graphs.append(graph)
-        return graph, graph.out
-
-    @property
-    def sizes(self) -> list[int]:
-        return [graph.out.shape[0] for graph in self.graphs]
 
 
 def decodes(num_reqs: int, width: int = 2, num_tokens: int | None = None) -> AttentionBatch:
@@ -70,7 +40,7 @@ def seen() -> list[tuple[torch.Tensor, AttentionBatch]]:
 
 
 @pytest.fixture
-def graphs(seen: list[Any]) -> DecodeGraphs:
+def graphs(seen: list[Any], recorder: Any) -> DecodeGraphs:
     """Of a model that returns its ids as states, for 1, 2, 4 and 6 requests."""
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
@@ -78,7 +48,7 @@ def graphs(seen: list[Any]) -> DecodeGraphs:
         return input_ids[:, None].float()
 
     keys = graph_keys(decode_sizes(6, 512), 0, 512)
-    return DecodeGraphs(forward, FakeRecorder(), GraphInputs(6, 3, CPU, block_size=4), keys, 1000, longest_query=1)
+    return DecodeGraphs(forward, recorder, GraphInputs(6, 3, CPU, block_size=4), keys, 1000, longest_query=1)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +127,14 @@ def test_graphs_of_verifying_steps_are_those_of_full_drafts_as_far_as_a_step_may
     assert graph_keys([1, 2], 7, 7) == [(1, 1), (2, 2)]
 
 
-def test_steps_that_verify_are_padded_in_tokens_and_in_requests(seen: list[Any]) -> None:
+def test_steps_that_verify_are_padded_in_tokens_and_in_requests(seen: list[Any], recorder: Any) -> None:
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         seen.append((input_ids.clone(), batch))
         return input_ids[:, None].float()
 
     keys = graph_keys([1, 2, 4], 2, 512)
     inputs = GraphInputs(4, 3, CPU, 12, block_size=4)
-    graphs = DecodeGraphs(forward, FakeRecorder(), inputs, keys, 1000, longest_query=3)
+    graphs = DecodeGraphs(forward, recorder, inputs, keys, 1000, longest_query=3)
     assert graphs.capture_next() == (12, 4)
     assert seen[0][1].query_start_loc.tolist() == [0, 3, 6, 9, 12]
     assert [graphs.capture_next() for _ in keys[1:]] == [(6, 2), (4, 4), (3, 1), (2, 2), (1, 1)]
@@ -198,7 +168,9 @@ def test_captures_run_on_contexts_that_hold_their_tokens(width: int, block_size:
         assert bool((positions < batch.seq_lens.max()).all())
 
 
-def test_prompts_run_eagerly_beside_graphs_that_verify(tiny: Any, make_request: Any, run_core: Any) -> None:
+def test_prompts_run_eagerly_beside_graphs_that_verify(
+    tiny: Any, make_request: Any, run_core: Any, recorder: Any
+) -> None:
     """Seven drafts a request make graphs as large as many a prompt."""
     decoder, seen = tiny.decoder(), []
     compute = decoder.forward
@@ -208,7 +180,7 @@ def test_prompts_run_eagerly_beside_graphs_that_verify(tiny: Any, make_request: 
         return compute(ids, positions, layers, batch)
 
     decoder.forward = forward
-    steps = DeviceSteps(decoder, CPU, max_num_seqs=4, max_num_blocks=16, num_draft_tokens=7, recorder=FakeRecorder())
+    steps = DeviceSteps(decoder, CPU, max_num_seqs=4, max_num_blocks=16, num_draft_tokens=7, recorder=recorder)
     settings = {"num_blocks": 65, "block_size": 4, "max_num_seqs": 4, "token_budget": 32, "max_model_len": 64}
     core = EngineCore(decoder, **settings, on_device=steps)
     speculate(core, "draft", num_draft_tokens=7, draft=tiny.decoder(), adaptive=False)
@@ -227,9 +199,9 @@ def test_prompts_run_eagerly_beside_graphs_that_verify(tiny: Any, make_request: 
 
 
 @pytest.fixture
-def device_core(tiny: Any) -> tuple[EngineCore, FakeRecorder]:
+def device_core(tiny: Any, recorder: Any) -> tuple[EngineCore, Any]:
     """A core whose steps go through the device's path, on the host."""
-    decoder, recorder = tiny.decoder(), FakeRecorder()
+    decoder = tiny.decoder()
     steps = DeviceSteps(decoder, CPU, max_num_seqs=4, max_num_blocks=16, recorder=recorder)
     settings = {"num_blocks": 65, "block_size": 4, "max_num_seqs": 4, "token_budget": 32, "max_model_len": 64}
     return EngineCore(decoder, **settings, on_device=steps), recorder
@@ -239,7 +211,7 @@ PROMPTS = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7, 8, 9, 10]}
 
 
 def test_tokens_are_the_same_by_graph_and_without(
-    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+    device_core: tuple[EngineCore, Any], tiny: Any, make_request: Any, run_core: Any
 ) -> None:
     core, recorder = device_core
     core.use_graphs()
@@ -255,7 +227,7 @@ def test_tokens_are_the_same_by_graph_and_without(
 
 
 def test_without_graphs_steps_are_eager(
-    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+    device_core: tuple[EngineCore, Any], tiny: Any, make_request: Any, run_core: Any
 ) -> None:
     core, recorder = device_core
     finished = run_core(core, make_request("a", PROMPTS["a"]))
@@ -263,7 +235,7 @@ def test_without_graphs_steps_are_eager(
     assert (core.num_missing_graphs, recorder.graphs) == (0, [])
 
 
-def test_captures_and_warm_ups_leave_the_cache_alone(device_core: tuple[EngineCore, FakeRecorder]) -> None:
+def test_captures_and_warm_ups_leave_the_cache_alone(device_core: tuple[EngineCore, Any]) -> None:
     core, _ = device_core
     for keys, values in core.cache.layers:
         keys.zero_()
@@ -276,7 +248,7 @@ def test_captures_and_warm_ups_leave_the_cache_alone(device_core: tuple[EngineCo
 
 
 def test_a_new_cache_drops_the_graphs_of_the_old(
-    device_core: tuple[EngineCore, FakeRecorder], tiny: Any, make_request: Any, run_core: Any
+    device_core: tuple[EngineCore, Any], tiny: Any, make_request: Any, run_core: Any
 ) -> None:
     core, recorder = device_core
     core.use_graphs()
@@ -287,9 +259,7 @@ def test_a_new_cache_drops_the_graphs_of_the_old(
     assert recorder.graphs[0].num_replays == 0
 
 
-def test_an_idle_core_makes_its_graphs_in_the_background(
-    device_core: tuple[EngineCore, FakeRecorder], wait_for: Any
-) -> None:
+def test_an_idle_core_makes_its_graphs_in_the_background(device_core: tuple[EngineCore, Any], wait_for: Any) -> None:
     core, recorder = device_core
     core.use_graphs()
     loop = StepLoop(core, Timeline())

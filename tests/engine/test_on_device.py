@@ -5,8 +5,7 @@ The GPU is one of the host's own, strict about where tensors are: tests/fakes/st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,28 +19,6 @@ from preload.engine.core.speculation.build import speculate
 from preload.engine.models.decoder import Decoder
 
 SAMPLED = {"temperature": 0.9, "seed": 11, "top_p": 0.9, "top_k": 30}
-
-
-@dataclass
-class Graph:
-    """Computes again what was captured, from what is then in the inputs."""
-
-    work: Callable[[], torch.Tensor]
-    out: torch.Tensor
-    num_replays: int = 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        self.out.copy_(self.work())
-
-
-@dataclass
-class Recorder:
-    graphs: list[Graph] = field(default_factory=list)
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        self.graphs.append(Graph(work, work().clone()))
-        return self.graphs[-1], self.graphs[-1].out
 
 
 class DevicePlacement(HostPlacement):
@@ -67,9 +44,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def device_core(
-    device: torch.device, decoder: Decoder, num_drafts: int, recorder: Recorder, **changes: Any
-) -> EngineCore:
+def device_core(device: torch.device, decoder: Decoder, num_drafts: int, recorder: Any, **changes: Any) -> EngineCore:
     settings = {**SETTINGS, **changes}
     steps = DeviceSteps(
         decoder, device, max_num_seqs=settings["max_num_seqs"],
@@ -103,10 +78,9 @@ def models(tiny: Any, tiny_model: Any, gpu_of_the_host: torch.device) -> dict[st
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_speculating_on_a_device_answers_as_the_host_without(
     tiny: Any, models: dict[str, Decoder], make_core: Any, make_request: Any, run_core: Any,
-    gpu_of_the_host: torch.device, method: str, sampling: dict[str, Any], with_graphs: bool,
+    gpu_of_the_host: torch.device, recorder: Any, method: str, sampling: dict[str, Any], with_graphs: bool,
 ) -> None:  # fmt: skip
     plain = run_core(make_core(tiny), *asked(make_request, **sampling))
-    recorder = Recorder()
     core = device_core(gpu_of_the_host, models["target"], 3, recorder)
     draft = models["draft"] if method == "draft" else None
     speculator = speculate(core, method, num_draft_tokens=3, draft=draft, adaptive=False)
@@ -136,14 +110,14 @@ def test_speculating_on_a_device_answers_as_the_host_without(
 @pytest.mark.parametrize("verification", ["sampled", "block"])
 def test_rules_of_the_literature_draw_the_same_on_a_device(
     tiny: Any, tiny_model: Any, models: dict[str, Decoder], make_core: Any, make_request: Any, run_core: Any,
-    gpu_of_the_host: torch.device, verification: str,
+    gpu_of_the_host: torch.device, recorder: Any, verification: str,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     other = {n: t * (1 + 0.03 * torch.randn(t.shape, generator=generator)) for n, t in tiny.tensors.items()}
     answers = []
     for core, draft in (
         (make_core(tiny, **SETTINGS), Decoder(tiny.spec, other, tiny.layouts, torch.float32)),
-        (device_core(gpu_of_the_host, models["target"], 3, Recorder()), models["draft"]),
+        (device_core(gpu_of_the_host, models["target"], 3, recorder), models["draft"]),
     ):
         speculate(core, "draft", num_draft_tokens=3, draft=draft, verification=verification, adaptive=False)
         got = run_core(core, *asked(make_request, **SAMPLED))
@@ -152,9 +126,9 @@ def test_rules_of_the_literature_draw_the_same_on_a_device(
 
 
 def test_a_drafters_keys_and_values_are_where_the_models_are(
-    models: dict[str, Decoder], gpu_of_the_host: torch.device
+    models: dict[str, Decoder], gpu_of_the_host: torch.device, recorder: Any
 ) -> None:
-    core = device_core(gpu_of_the_host, models["target"], 3, Recorder())
+    core = device_core(gpu_of_the_host, models["target"], 3, recorder)
     speculate(core, "draft", num_draft_tokens=3, draft=models["draft"])
     core.use_graphs()
     assert core.num_missing_graphs > 0
