@@ -28,6 +28,8 @@ POLICIES = ("fcfs", "priority")
 GRAPHS = ("before", "background", "off")
 """When decode graphs are captured on a GPU: before the core is ready, between its steps, or never."""
 MATMUL_PRECISIONS = ("highest", "medium")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
+"""auto: float32, or bfloat16 where products of a CPU are; on a GPU, of activations."""
 ATTENTION_BACKENDS = ("triton", "flashinfer")
 """What attends on a GPU."""
 _NOT_NEGATIVE = (
@@ -55,7 +57,7 @@ class CoreConfig:
     generation_id: str = _help("id of the generation to attach to, instead of a path", "")
     model: str = _help("recipe: model family, or auto", "auto")
     quantization: str = _help("recipe: resident form of the weights", "keep")
-    compute_dtype: str = _help("recipe: dtype of activations and KV cache", "float32")
+    compute_dtype: str = _help("recipe: dtype of activations", "float32")
     config_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "recipe: keys of the model configuration to replace"}
     )
@@ -67,6 +69,11 @@ class CoreConfig:
     matmul_precision: str = _help(
         "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium (bfloat16)",
         "highest",
+    )
+    kv_cache_dtype: str = _help(
+        "dtype of keys and values: float32, bfloat16 (on a CPU: with AMX), or auto (as matmul_precision and "
+        "compute_dtype say)",
+        "auto",
     )
     attention_backend: str = _help(
         "on a GPU, what attends in steps that no graph replays: triton (our own kernels), or flashinfer (an extra "
@@ -118,6 +125,9 @@ class CoreConfig:
         if self.matmul_precision not in MATMUL_PRECISIONS:
             known = " or ".join(MATMUL_PRECISIONS)
             raise RequestError(f"matmul_precision is {self.matmul_precision!r}; it must be {known}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise RequestError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be one of {known}")
         if self.attention_backend not in ATTENTION_BACKENDS:
             known = " or ".join(ATTENTION_BACKENDS)
             raise RequestError(f"attention_backend is {self.attention_backend!r}; it must be {known}")

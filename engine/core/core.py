@@ -72,7 +72,7 @@ class EngineCore:
         self.counters = Counters()
         self.memory: MemoryProfile | None = None
         """What the size of the KV cache was decided by, if it was not given."""
-        self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.dtype, self.placement.empty)
+        self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.cache_dtype, self.placement.empty)
         self.scheduler = Scheduler(
             BlockPool(num_blocks, block_size),
             max_num_seqs=max_num_seqs,
@@ -225,7 +225,7 @@ class EngineCore:
         if self.runner.on_device is not None:
             self.runner.on_device.drop_graphs()
         self.cache = self.runner.cache = KVCache(
-            decoder.spec, num_blocks, block_size, decoder.dtype, self.placement.empty
+            decoder.spec, num_blocks, block_size, decoder.cache_dtype, self.placement.empty
         )
         self.scheduler.pool = BlockPool(num_blocks, block_size)
         if self.speculator is not None:

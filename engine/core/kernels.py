@@ -27,8 +27,10 @@ def ops_on(
     num_threads: int,
     attention_backend: str = "triton",
     matmul_precision: str = "highest",
+    kv_cache_dtype: str = "auto",
 ) -> Ops:
-    """Operations for where a core's weights are. `attention_backend`: of a GPU; `matmul_precision`: of a CPU.
+    """Operations for where a core's weights are. `attention_backend`: of a GPU; `matmul_precision`: of a CPU, and
+    there `kv_cache_dtype` may differ from the compute dtype.
 
     Raises DeviceError if a GPU's kernels cannot be had, RequestError for what is of no use here."""
     if matmul_precision != "highest" and (placement.device.type != "cpu" or placement.is_emulated):
@@ -38,12 +40,13 @@ def ops_on(
     if attention_backend != "triton" and placement.device.type != "cuda":
         where = "an emulated device" if placement.is_emulated else "host memory"
         raise RequestError(f"attention_backend {attention_backend} computes on a GPU, and the weights are in {where}")
+    if placement.device.type == "cpu" and not placement.is_emulated:
+        return choose_ops(runtime_dir, dtype, num_threads, matmul_precision, kv_cache_dtype)
+    _check_cache_dtype(kv_cache_dtype, dtype)
     if placement.device.type == "cuda":
         ops: Ops = _gpu_ops(placement.device, runtime_dir, dtype, attention_backend)
-    elif placement.is_emulated:
-        ops = TorchOps(note=EMULATED_NOTE)
     else:
-        return choose_ops(runtime_dir, dtype, num_threads, matmul_precision)
+        ops = TorchOps(note=EMULATED_NOTE)
     print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
     return ops
 
@@ -69,17 +72,34 @@ def _gpu_ops(device: torch.device, runtime_dir: str, dtype: torch.dtype, attenti
 
 
 @cache
-def choose_ops(runtime_dir: str, dtype: torch.dtype, num_threads: int, matmul_precision: str = "highest") -> Ops:
+def choose_ops(
+    runtime_dir: str,
+    dtype: torch.dtype,
+    num_threads: int,
+    matmul_precision: str = "highest",
+    kv_cache_dtype: str = "auto",
+) -> Ops:
     """Operations for a compute dtype, compiled first if neither the loader nor another core has done it. A process's
-    models share them, and their threads."""
+    models share them, and their threads. Raises RequestError for keys and values that nothing here computes with."""
     try:
         path = find_or_build(kernel_cache_dir(own_dir(runtime_dir)))
         units = UNITS if matmul_precision == "medium" else EXACT_UNITS
         library = NativeLibrary(path, num_threads, units)
-        ops = native_ops(library, dtype)
+        ops = native_ops(library, dtype, kv_cache_dtype)
         if "bfloat16" in units and "bfloat16" not in library.units:
             print("preload engine core: this CPU multiplies no bfloat16: precision is highest", file=sys.stderr)
     except KernelsUnavailableError as error:
         ops = TorchOps(note=f"torch, without native kernels: {error}")
+    if ops.cache_dtype is None:
+        _check_cache_dtype(kv_cache_dtype, dtype)
     print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
     return ops
+
+
+def _check_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> None:
+    """For kernels whose keys and values have the compute dtype."""
+    own = str(dtype).removeprefix("torch.")
+    if kv_cache_dtype not in ("auto", own):
+        raise RequestError(
+            f"kv_cache_dtype is {kv_cache_dtype}, and kernels that compute in {own} here keep keys and values in that"
+        )

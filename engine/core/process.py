@@ -281,6 +281,7 @@ def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placem
             torch.get_num_threads(),
             config.attention_backend,
             config.matmul_precision,
+            config.kv_cache_dtype,
         )
         return Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
     except (DeviceError, ManifestError, RequestError) as error:

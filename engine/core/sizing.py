@@ -40,7 +40,7 @@ class KVSizing:
         """Gives the core the KV cache it serves with, and tells how it was sized. Raises CoreError."""
         config, decoder = self._config, core.runner.decoder
         extra_bytes = core.speculator.drafter.bytes_per_block if core.speculator else 0
-        bytes_per_block = block_bytes(decoder.spec, config.block_size, decoder.dtype) + extra_bytes
+        bytes_per_block = block_bytes(decoder.spec, config.block_size, decoder.cache_dtype) + extra_bytes
         if config.kv_cache_bytes:
             num_blocks = given_kv_blocks(
                 config.kv_cache_bytes,

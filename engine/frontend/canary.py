@@ -13,6 +13,7 @@ import math
 import uuid
 from dataclasses import dataclass
 
+from .config import FrontendConfig
 from .deployment import Deployment
 from .errors import StartError
 from .requests import Sample, SampleEvent
@@ -20,8 +21,8 @@ from .sampling import SamplingParams
 
 PROMPT = "The quick brown fox jumps over the lazy dog. Then the dog"
 NUM_TOKENS = 8
-TOLERANCE = {"float32": 0.01, "bfloat16": 0.25}
-"""Of a log-probability, in nats, by the dtype of activations."""
+EXACT_TOLERANCE, ROUNDED_TOLERANCE = 0.01, 0.25
+"""Of a log-probability, in nats: among cores that compute in float32, and where one rounds to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,18 @@ async def check_canary(new: Deployment, running: Deployment | None) -> str:
     if running is None:
         return f"{len(answer)} tokens"
     reference = await _ask(running, prompt_ids)
-    compare(answer, reference, TOLERANCE[new.config.compute_dtype])
+    compare(answer, reference, tolerance(new.config, running.config))
     return f"{len(answer)} tokens equal to the running core's"
+
+
+def tolerance(*configs: FrontendConfig) -> float:
+    """How much the answers of cores with these settings may differ."""
+    exact = ("float32", "highest", "float32")
+    for config in configs:
+        cache_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32"
+        if (config.compute_dtype, config.matmul_precision, cache_dtype) != exact:
+            return ROUNDED_TOLERANCE
+    return EXACT_TOLERANCE
 
 
 def compare(answer: list[CanaryToken], reference: list[CanaryToken], tolerance: float) -> None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from preload.engine.core.config import ATTENTION_BACKENDS, GRAPHS, MATMUL_PRECISIONS, POLICIES, check_block_size
+from preload.engine.core.config import (
+    ATTENTION_BACKENDS,
+    GRAPHS,
+    KV_CACHE_DTYPES,
+    MATMUL_PRECISIONS,
+    POLICIES,
+    check_block_size,
+)
 from preload.engine.core.speculation import options
 from preload.engine.errors import RequestError
 from preload.engine.recipe import COMPUTE_DTYPES, QUANTIZATIONS, Recipe, parse_overrides
@@ -46,7 +53,7 @@ class FrontendConfig:
         default="keep", metadata={"help": f"resident form of the weights: {', '.join(QUANTIZATIONS)}"}
     )
     compute_dtype: str = field(
-        default="float32", metadata={"help": "dtype of activations and KV cache", "choices": COMPUTE_DTYPES}
+        default="float32", metadata={"help": "dtype of activations", "choices": COMPUTE_DTYPES}
     )
     config_overrides: str = field(
         default="", metadata={"help": "JSON object that replaces keys of the model's configuration"}
@@ -68,6 +75,14 @@ class FrontendConfig:
             "help": "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium "
             "(bfloat16: prompts and large batches are faster)",
             "choices": MATMUL_PRECISIONS,
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of keys and values: float32, bfloat16 (half the memory; a CPU needs AMX for it), or auto "
+            "(on a CPU bfloat16 if --matmul-precision is medium, else as --compute-dtype)",
+            "choices": KV_CACHE_DTYPES,
         },
     )
     attention_backend: str = field(

@@ -84,6 +84,7 @@ def make_core_command(config: FrontendConfig, standby: bool) -> CoreCommand:
             device=config.device,
             graphs=config.graphs,
             matmul_precision=config.matmul_precision,
+            kv_cache_dtype=config.kv_cache_dtype,
             attention_backend=config.attention_backend,
             socket_path=socket_path,
             max_num_seqs=config.max_num_seqs,

@@ -16,7 +16,7 @@ _CORE = (
     "max_num_seqs", "token_budget", "block_size", "kv_cache_bytes", "memory_utilization", "max_model_len",
     "prefix_caching", "scheduling_policy", "max_num_active_seqs", "long_prefill_threshold", "num_threads", "template",
     "standby", "step_timeout_s", "core_ready_timeout_s", "speculate", "num_draft_tokens", "verification",
-    "matmul_precision",
+    "matmul_precision", "kv_cache_dtype",
 )  # fmt: skip
 SETTABLE = (*_CORE, *_RECIPE, *_TEXT)
 """What an update may change beside the checkpoint. The rest belongs to the frontend, which goes on as it is."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from preload.engine.errors import RequestError
 from preload.engine.kernels.attention import AttentionBatch
 from preload.engine.kernels.native.library import (
     HOLDS_GIL_TOKENS,
@@ -52,15 +53,17 @@ from .weights import Weight
 _UNIT_NAMES = {"integers": "VNNI", "tiles": "AMX"}
 
 
-def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
-    """The fastest operations for a compute dtype. Other dtypes than float32 get native products only."""
+def native_ops(library: NativeLibrary, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> Ops:
+    """The fastest operations for a compute dtype. Other dtypes than float32 get native products only.
+
+    `kv_cache_dtype` as the core's configuration says. Raises RequestError if this machine has no kernels for it."""
     width = "AVX-512" if library.has_wide_vectors else "8-lane"
     units = "".join(f" and {name}" for unit, name in _UNIT_NAMES.items() if unit in library.units)
     note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
     if "bfloat16" in library.units:
         note += ", products of more than 4 tokens in bfloat16"
     if dtype == torch.float32:
-        return NativeOps(library, note)
+        return NativeOps(library, note, kv_cache_dtype)
     ops = NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")
     ops.choose = NativeSampling(library)
     return ops
@@ -69,17 +72,22 @@ def native_ops(library: NativeLibrary, dtype: torch.dtype) -> Ops:
 class NativeOps:
     """All operations of float32 activations."""
 
-    def __init__(self, library: NativeLibrary, note: str) -> None:
+    def __init__(self, library: NativeLibrary, note: str, kv_cache_dtype: str = "auto") -> None:
+        if kv_cache_dtype == "bfloat16" and "bfloat16" not in library.available_units:
+            raise RequestError("kv_cache_dtype is bfloat16, and this CPU multiplies none: that takes AMX")
+        is_brief = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and "bfloat16" in library.units)
+        self.cache_dtype: torch.dtype | None = torch.bfloat16 if is_brief else torch.float32
+        self._kv_cache_dtype = kv_cache_dtype
         self.choose: Choose | None = NativeSampling(library)
         self._library = library
         self._note = note
-        self._torch_attention = ""
+        self._attention_note = ", keys and values in bfloat16" if is_brief else ""
         self._by_torch: set[str] = set()
         self.scatter: Scatter = scatter_ranges
         self._steps = StepStructs()
 
     def describe(self) -> str:
-        return self._note + self._torch_attention + by_torch_note(self._by_torch)
+        return self._note + self._attention_note + by_torch_note(self._by_torch)
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
         if not self._covers(*linears):
@@ -98,10 +106,19 @@ class NativeOps:
         return NativeLinear(self._library, [gate, up], gate.weight.num_rows, norm=norm, swiglu=True)
 
     def attention(self, heads: Heads) -> Attention:
+        if heads.head_dim % 32 and self.cache_dtype == torch.bfloat16:
+            self._keep_in_float32(heads.head_dim)
         if heads.head_dim % 16:
-            self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
+            self._attention_note = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
             return TorchOps().attention(heads)
         return NativeAttention(self._library, heads, self._steps)
+
+    def _keep_in_float32(self, head_dim: int) -> None:
+        why = f"head_dim {head_dim} is no multiple of 32"
+        if self._kv_cache_dtype != "auto":
+            raise RequestError(f"kv_cache_dtype is {self._kv_cache_dtype}, and the model's {why}")
+        self.cache_dtype = torch.float32
+        self._attention_note = f"; keys and values in float32, because {why}"
 
     def mixture(self, experts: Experts, norm: Norm) -> Projection:
         if not self._covers(experts.router, Linear(experts.gate_up), Linear(experts.down)):
@@ -228,7 +245,8 @@ class StepStructs:
 
     def address(self, heads: Heads, rotation: Rotation, cache: LayerCache, batch: AttentionBatch) -> int:
         keys, values = cache
-        key = batch, heads, keys.shape[1], keys.stride(0)  # a head of one layer has a cache of its own
+        # A head of one layer has a cache of its own.
+        key = batch, heads, keys.shape[1], keys.stride(0), keys.dtype
         if len(self._key) != len(key) or batch is not self._key[0] or self._key[1:] != key[1:]:
             _check_cache(keys, values)
             cos, sin = (part.contiguous() for part in rotation)
@@ -240,6 +258,7 @@ class StepStructs:
                 *(_address(tensor) for tensor in self._owned),
                 table.stride(0), lengths.shape[0], slots.shape[0],
                 heads.num_heads, heads.num_kv_heads, heads.head_dim, keys.shape[1], keys.stride(0),
+                keys.dtype == torch.bfloat16,
             )  # fmt: skip
             self._key = key
         return ctypes.addressof(self._struct)

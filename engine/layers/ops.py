@@ -113,6 +113,8 @@ class Ops(Protocol):
     """What a step has staged, into a table."""
     choose: Choose | None
     """None: the sampler's own, in torch."""
+    cache_dtype: torch.dtype | None
+    """Of keys and values. None: the compute dtype. Read when all attention has been asked for."""
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
         """Linear layers of one input, normed first if asked to, results side by side."""
@@ -151,6 +153,7 @@ class TorchOps:
     """The specification. `product` may be a faster product of the same results, `note` says what is in use."""
 
     choose: Choose | None = None
+    cache_dtype: torch.dtype | None = None
 
     def __init__(self, product: Callable[[Tensor, Weight], Tensor] = product, note: str = "torch") -> None:
         self._product = product

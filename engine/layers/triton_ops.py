@@ -49,6 +49,8 @@ EagerAttention = Callable[[Tensor, LayerCache, AttentionBatch], Tensor]
 class TritonOps:
     """All operations, for activations of one float dtype."""
 
+    cache_dtype: torch.dtype | None = None
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._by_torch: set[str] = set()

@@ -49,6 +49,7 @@ class Decoder:
         self.lm_head = ops.projection([Linear(lm_head)])
         self.kernels = ops.describe()
         self.choose, self.scatter = ops.choose, ops.scatter
+        self.cache_dtype = ops.cache_dtype or compute_dtype
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from preload.engine.kernels.attention import AttentionBatch
+from preload.engine.errors import RequestError
+from preload.engine.kernels.attention import AttentionBatch, paged_attention, write_kv
+from preload.engine.kernels.native.library import NativeLibrary
+from preload.engine.kernels.rotary import apply_rotary
 from preload.engine.layers.native_ops import native_ops
-from preload.engine.layers.ops import Heads, TorchOps
+from preload.engine.layers.ops import Attention, Heads, TorchOps
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 16
 BATCHES = [
@@ -52,11 +55,16 @@ def caches_of(batch: AttentionBatch, heads: Heads) -> torch.Tensor:
 
 
 def native_order(caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Caches as the reference has them, in the order that native/attention.h describes; in memory of many layers."""
+    """Caches as the reference has them, in the order that native/float_attention.h describes, or brief_attention.h if
+    they are bfloat16; in memory of many layers."""
     _, num_blocks, block_size, num_kv_heads, head_dim = caches.shape
     keys = caches[0].view(num_blocks, block_size // 16, 16, num_kv_heads, head_dim).permute(0, 3, 1, 4, 2)
     values = caches[1].transpose(1, 2)
-    layers = torch.full((num_blocks, 3, 2, *caches.shape[2:]), math.nan)
+    if caches.dtype == torch.bfloat16:
+        keys = keys.unflatten(3, (-1, 2)).transpose(4, 5)  # pairs of dimensions
+        values = values.reshape(num_blocks, num_kv_heads, block_size // 16, 8, 2, head_dim // 16, 16)
+        values = values.permute(0, 1, 2, 5, 3, 6, 4)
+    layers = torch.full((num_blocks, 3, 2, *caches.shape[2:]), math.nan, dtype=caches.dtype)
     layers[:, 1, 0] = keys.reshape(caches.shape[1:])
     layers[:, 1, 1] = values.reshape(caches.shape[1:])
     return layers[:, 1, 0], layers[:, 1, 1]
@@ -84,14 +92,46 @@ def test_attention_equals_the_reference(
         torch.testing.assert_close(native, expected_cache, atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
-def test_a_token_gets_the_same_bits_decoded_or_prefilled(open_library: Any) -> None:
+def in_bfloat16(library: NativeLibrary, heads: Heads) -> Attention:
+    if "bfloat16" not in library.available_units:
+        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+    return native_ops(library, torch.float32, "bfloat16").attention(heads)
+
+
+@pytest.mark.parametrize("shapes", BATCHES)
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 128), Heads(10, 2, 32), Heads(20, 1, 96)])
+def test_attention_in_bfloat16_is_rounded_to_that_and_no_more(
+    open_library: Any, heads: Heads, shapes: list[tuple[int, int]]
+) -> None:
+    torch.manual_seed(0)
+    batch = make_batch(shapes)
+    caches = caches_of(batch, heads).bfloat16()
+    native_caches = native_order(caches)
+    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    qkv = torch.randn(len(batch.slot_mapping), sum(sizes), heads.head_dim)
+    angles = torch.rand(len(qkv), heads.head_dim // 2) * 6
+    rotation = (angles.cos(), angles.sin())
+    query, key, value = torch.split(qkv, sizes, dim=1)
+    query, key = (apply_rotary(part, *rotation).bfloat16() for part in (query, key))
+    write_kv(caches[0], caches[1], key, value.bfloat16(), batch.slot_mapping)
+    expected = paged_attention(query.float(), caches[0].float(), caches[1].float(), batch).flatten(1)
+    got = in_bfloat16(open_library("native", 2), heads)(qkv.flatten(1), rotation, native_caches, batch)
+    assert float((got - expected).norm() / expected.norm()) < 2e-3  # what is left: the weights' rounding
+    for native, expected_cache in zip(native_caches, native_order(caches), strict=True):
+        torch.testing.assert_close(native, expected_cache, atol=1e-6, rtol=0.01, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_gets_the_same_bits_decoded_or_prefilled(open_library: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads = Heads(9, 3, 64)
     whole, last = make_batch([(0, 57)]), make_batch([(56, 1)])
-    caches = native_order(caches_of(whole, heads))
+    caches = native_order(caches_of(whole, heads).to(dtype))
     qkv = torch.randn(57, 15 * 64)
     rotation = torch.rand(57, 32), torch.rand(57, 32)
-    attend = native_ops(open_library("native", 2), torch.float32).attention(heads)
+    library = open_library("native", 2)
+    exact = native_ops(library, torch.float32).attention(heads)
+    attend = in_bfloat16(library, heads) if dtype == torch.bfloat16 else exact
     prefilled = attend(qkv.clone(), rotation, caches, whole)
     decoded = attend(qkv[56:].clone(), (rotation[0][56:], rotation[1][56:]), caches, last)
     assert torch.equal(decoded[0], prefilled[56])
@@ -129,6 +169,25 @@ def test_what_the_kernels_do_not_cover_is_left_to_torch_and_said(open_library: A
     ops = native_ops(open_library("native", 1), torch.float32)
     ops.attention(Heads(4, 2, 24))
     assert "attention by torch, because head_dim 24" in ops.describe()
+
+
+def test_caches_that_bfloat16_does_not_fit_stay_in_float32_or_are_refused_if_asked_for(open_library: Any) -> None:
+    library, heads = open_library("bfloat16", 1), Heads(4, 2, 48)
+    if "bfloat16" not in library.units:
+        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+    ops = native_ops(library, torch.float32)
+    assert ops.cache_dtype == torch.bfloat16
+    ops.attention(heads)
+    assert ops.cache_dtype == torch.float32
+    assert "keys and values in float32, because head_dim 48" in ops.describe()
+    with pytest.raises(RequestError, match="kv_cache_dtype is bfloat16, and the model's head_dim 48"):
+        native_ops(library, torch.float32, "bfloat16").attention(heads)
+    assert native_ops(library, torch.float32, "float32").cache_dtype == torch.float32
+
+
+def test_a_cpu_without_bfloat16_refuses_keys_and_values_in_it(open_library: Any) -> None:
+    with pytest.raises(RequestError, match="this CPU multiplies none"):
+        native_ops(open_library("without AVX-512", 1), torch.float32, "bfloat16")
 
 
 def test_one_batch_over_caches_of_other_strides_reads_each_where_it_lies(open_library: Any) -> None:

@@ -49,7 +49,7 @@ class DraftModelDrafter:
         steps: DeviceSteps | None = None, empty: Empty | None = None,
     ) -> None:  # fmt: skip
         self.num_lookahead_tokens = num_draft_tokens
-        self.bytes_per_block = block_bytes(decoder.spec, batch.block_size, decoder.dtype)
+        self.bytes_per_block = block_bytes(decoder.spec, batch.block_size, decoder.cache_dtype)
         self._decoder = decoder
         self._on_device = steps
         self._steps: Steps = steps or HostSteps(decoder)
@@ -64,7 +64,7 @@ class DraftModelDrafter:
         if self._on_device is not None:
             self._on_device.drop_graphs()
         decoder = self._decoder
-        self._cache = KVCache(decoder.spec, num_blocks, self._batch.block_size, decoder.dtype, self._allocate)
+        self._cache = KVCache(decoder.spec, num_blocks, self._batch.block_size, decoder.cache_dtype, self._allocate)
         self._is_filled = bytearray(num_blocks)
         self._progress.clear()
 

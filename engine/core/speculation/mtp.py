@@ -49,7 +49,7 @@ class MtpDrafter:
             )
         self.num_lookahead_tokens = num_draft_tokens
         self._spec = replace(decoder.spec, num_layers=1)
-        self.bytes_per_block = block_bytes(self._spec, batch.block_size, decoder.dtype)
+        self.bytes_per_block = block_bytes(self._spec, batch.block_size, decoder.cache_dtype)
         self._head = decoder.mtp
         self._decoder = decoder
         self._steps: Steps = steps or HostSteps(decoder)
@@ -60,7 +60,8 @@ class MtpDrafter:
         self.allocate_kv(2)
 
     def allocate_kv(self, num_blocks: int) -> None:
-        self._cache = KVCache(self._spec, num_blocks, self._batch.block_size, self._decoder.dtype, self._allocate)
+        block_size, dtype = self._batch.block_size, self._decoder.cache_dtype
+        self._cache = KVCache(self._spec, num_blocks, block_size, dtype, self._allocate)
         self._num_fed.clear()
 
     def use_graphs(self, token_budget: int) -> None:

@@ -31,18 +31,23 @@ struct AmxPanels {
   int64_t piece;
 };
 
-// The shapes of the tiles of one kind of planes, for a thread, until it ends.
+struct TileShape {
+  uint8_t rows = 16;
+  uint16_t bytes = 64;  // of a row
+};
+
+// The shapes of the eight tiles, for a thread, until it ends.
 class TileShapes {
  public:
-  explicit TileShapes(PlaneKind kind) {
+  explicit TileShapes(const TileShape (&tiles)[8]) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shapes;
-    for (int tile = 0; tile < 8; ++tile) {  // 0 … 2: sums, 4 … 6: activations, 7: weights
-      shapes.rows[tile] = tile == 7 && kind == kEights ? 8 : 16;
-      shapes.bytes[tile] = tile >= 4 && tile < 7 && kind == kEights ? 32 : 64;
+    for (int tile = 0; tile < 8; ++tile) {
+      shapes.rows[tile] = tiles[tile].rows;
+      shapes.bytes[tile] = tiles[tile].bytes;
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
   }
@@ -54,14 +59,30 @@ INLINE void load_tile(const void* at, int64_t row_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(kTile) : "memory");
 }
 
+template <int kTile>
+INLINE void store_tile(void* to, int64_t row_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_bytes), "i"(kTile) : "memory");
+}
+
+template <int kTile>
+INLINE void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+
+// sums += left · right, of pairs of bfloat16.
+template <int kSums, int kLeft, int kRight>
+INLINE void multiply_brief() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kLeft), "i"(kRight));
+}
+
 // sums kTile = activations 4 + kTile · weights 7, stored at `to`.
 template <int kTile, bool kSigned>
 INLINE void multiply_tile(const int8_t* activations, int64_t row_bytes, int32_t* to) {
   load_tile<4 + kTile>(activations, row_bytes);
-  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+  clear_tile<kTile>();
   if (kSigned) asm volatile("tdpbssd %%tmm7, %%tmm%c0, %%tmm%c1" ::"i"(4 + kTile), "i"(kTile));
   else asm volatile("tdpbsud %%tmm7, %%tmm%c0, %%tmm%c1" ::"i"(4 + kTile), "i"(kTile));
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t{64}), "i"(kTile) : "memory");
+  store_tile<kTile>(to, 64);
 }
 
 template <bool kSigned, bool kIsPairs, int kTokens>
@@ -144,7 +165,8 @@ inline void amx_products16(const AmxPanels& panels, int64_t begin, int64_t end, 
 template <bool kSigned, bool kIsPairs>
 inline void amx_products(const AmxPanels& panels, const Planes& x, int64_t token, int64_t tokens, float* out,
                          int64_t out_stride) {
-  const TileShapes shapes(kIsPairs ? kPairs : kEights);
+  constexpr TileShape kSums, kTokens{16, kIsPairs ? 64 : 32}, kRows{kIsPairs ? 16 : 8, 64};
+  const TileShapes shapes({kSums, kSums, kSums, kSums, kTokens, kTokens, kTokens, kRows});
   for (int64_t begin = 0; begin < panels.num_blocks; begin += kChunkBlocks) {
     const int64_t end = std::min(begin + kChunkBlocks, panels.num_blocks);
     for (int64_t t = 0; t < tokens; t += kAmxTokens) {

@@ -10,7 +10,8 @@
 // that stays in the cache, and AMX multiplies it by 16 tokens at a time; or VPDPBUSD, where there is no AMX.
 #pragma once
 
-#include "brief.h"
+#include "amx.h"
+#include "sixteen.h"
 
 #if HAS_INTEGERS
 
@@ -117,9 +118,8 @@ inline bool has_nibbles(const Weight& w) {
   return w.layout == kQ4_0 || w.layout == kQ4_1 || w.layout == kInt4Group32;
 }
 
-inline PlaneKind plane_kind(const Weight& w, bool use_tiles, bool is_brief) {
-  if (!use_tiles) return kEights;
-  return is_brief ? kBrief : has_nibbles(w) ? kPairs : kEights;
+inline PlaneKind plane_kind(const Weight& w, bool use_tiles) {
+  return use_tiles && has_nibbles(w) ? kPairs : kEights;
 }
 
 template <class Visit>

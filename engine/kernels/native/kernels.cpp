@@ -29,7 +29,7 @@ void preload_linear(Session* session, const Weight* weights, int64_t num_weights
              {weights, num_weights, x, x_stride, num_tokens, norm_weight, eps, swiglu, residual, out});
 }
 
-void preload_attention(Session* session, const AttentionStep* step, float* qkv, float* keys, float* values,
+void preload_attention(Session* session, const AttentionStep* step, float* qkv, void* keys, void* values,
                        float* out) {
   std::lock_guard<std::mutex> lock(session->context.mutex);
   run_attention(session->context, *step, qkv, keys, values, out, session->attention);

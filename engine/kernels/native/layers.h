@@ -19,7 +19,7 @@ struct LinearPart {  // of a LinearCall, what stays the same from step to step
 
 struct DecoderLayer {
   LinearPart qkv, o, gated, down;
-  float *keys, *values;
+  void *keys, *values;
 };
 
 struct LayerScratch {

@@ -50,7 +50,7 @@ class AttentionStepStruct(ctypes.Structure):
         ("block_table", c_void_p), ("slot_mapping", c_void_p),
         ("table_stride", c_int64), ("num_requests", c_int64), ("num_tokens", c_int64),
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
-        ("block_stride", c_int64),
+        ("block_stride", c_int64), ("is_brief", c_int32),
     ]  # fmt: skip
 
 
@@ -105,7 +105,8 @@ class NativeLibrary:
         holding.preload_open.restype = c_void_p
         self.has_wide_vectors = bool(holding.preload_has_wide_vectors())
         available = holding.preload_available_units()
-        self.units = frozenset(name for name in allowed_units if available & UNITS[name])
+        self.available_units = frozenset(name for name, unit in UNITS.items() if available & unit)
+        self.units = self.available_units.intersection(allowed_units)
         self.session = c_void_p(holding.preload_open(num_threads, sum(UNITS[name] for name in self.units)))
         for library in (holding, releasing):
             library.preload_linear.argtypes = _LINEAR_TYPES

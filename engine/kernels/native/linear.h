@@ -1,69 +1,24 @@
-// One linear operation of a decoder, shared among the threads:
-//
-//   out = product(norm(x), W₀ … Wₙ₋₁), one weight beside the other        (norm_weight: null = x as it is)
-//   out = silu(x · W₀ᵀ) · (x · W₁ᵀ)                                        (swiglu)
-//   out = residual + x · W₀ᵀ                                              (residual: null = none; out may be it)
+// A linear operation (linear_call.h), shared among the threads.
 #pragma once
 
 #include <algorithm>
 #include <memory>
 
+#include "brief_linear.h"
 #include "elementwise.h"
 #include "products.h"
-
-// Which units of the CPU a session may use beyond vectors of floats; numbers shared with native/library.py. Results of
-// kIntegers differ from those without in their last bits, those of kTiles do not. kBfloat16 rounds to it what more than
-// kVnniTokens tokens are multiplied with, for whoever wants speed more than accuracy.
-enum Units : int32_t { kIntegers = 1, kTiles = 2, kBfloat16 = 4 };
-
-inline int32_t available_units() {
-  int32_t units = 0;
-#if HAS_INTEGERS
-  units |= kIntegers;
-#endif
-#if HAS_TILES
-  if (may_use_tiles()) units |= kTiles | kBfloat16;
-#endif
-  return units;
-}
-
-struct Context {
-  Context(int num_threads, int32_t allowed_units)
-      : units(allowed_units & available_units()), pool(num_threads), tiles(num_threads), sums(num_threads) {}
-  const int32_t units;
-  Pool pool;
-  std::vector<Scratch> tiles, sums;  // one per thread
-  Scratch normed, interleaved;
-#if HAS_INTEGERS
-  PlaneBuffers planes[2][kPlaneKinds];
-#endif
-  std::mutex mutex;  // one call at a time
-};
-
-struct LinearCall {
-  const Weight* weights;
-  int64_t num_weights;
-  const float* x;
-  int64_t x_stride, num_tokens;
-  const float* norm_weight;
-  float eps;
-  int32_t swiglu;
-  const float* residual;
-  float* out;  // contiguous
-};
 
 // Planes that the call's weights want, and whether one of them wants floats: then in what order.
 inline void choose_forms(Context& context, const LinearCall& call, Activations& x, bool* wants_floats) {
 #if HAS_INTEGERS
   x.use_tiles = context.units & kTiles && call.num_tokens > kVnniTokens;
-  x.is_brief = context.units & kBfloat16;
 #endif
   for (int64_t i = 0; i < call.num_weights; ++i) {
     const Weight& w = call.weights[i];
     const bool interleaved = is_interleaved(w.layout);
 #if HAS_INTEGERS
     if (context.units & kIntegers && has_integers(w)) {
-      const PlaneKind kind = plane_kind(w, x.use_tiles, x.is_brief);
+      const PlaneKind kind = plane_kind(w, x.use_tiles);
       Planes& planes = x.planes[interleaved][kind];
       if (!planes.rows) planes = context.planes[interleaved][kind].get(w.num_cols / 32, call.num_tokens, kind);
       continue;
@@ -133,9 +88,12 @@ inline int64_t rows_per_task(const Context& context, const LinearCall& call, int
 
 inline void run_linear(Context& context, const LinearCall& call) {
   if (call.num_tokens == 0) return;
+#if HAS_TILES
+  if (is_brief(context, call)) return run_brief(context, call);
+#endif
   int64_t total_rows = 0;
   for (int64_t i = 0; i < call.num_weights; ++i) total_rows += call.weights[i].num_rows;
-  const int64_t out_stride = call.swiglu ? call.weights[0].num_rows : total_rows;
+  const int64_t out_stride = call.out_stride();
   const int64_t rows = rows_per_task(context, call, total_rows);
   const Activations x = prepare(context, call);
   const int64_t num_columns = call.swiglu ? 1 : call.num_weights;  // of the output, one weight (or pair) each

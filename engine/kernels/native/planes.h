@@ -8,7 +8,7 @@
 //            multiplied as 16·q beside q: a third less to take out of the unit again
 //
 // Both stand for the same X. Blocks below 1e-30 count as zero; one that is not finite has a scale of NaN, so its
-// results are. A third kind, kBrief, is no integers: activations rounded to bfloat16, a row of 32 (see brief.h).
+// results are.
 #pragma once
 
 #include "elementwise.h"
@@ -22,8 +22,8 @@
 #endif
 
 constexpr float kLargestPlane = 127.0f * 65536.0f;
-enum PlaneKind { kEights, kPairs, kBrief, kPlaneKinds };
-constexpr int64_t kPlaneBytes[] = {96, 128, 64};  // of one block of one token
+enum PlaneKind { kEights, kPairs, kPlaneKinds };
+constexpr int64_t kPlaneBytes[] = {96, 128};  // of one block of one token
 
 // The blocks of a group of neighbouring tokens lie together, as they are multiplied at once.
 struct Planes {
@@ -49,7 +49,8 @@ struct PlaneBuffers {
     const int64_t count = round_up(tokens, int64_t{1} << group_bits) * num_blocks;
     Planes planes;
     planes.rows = reinterpret_cast<int8_t*>(rows.get(count * kPlaneBytes[kind] / 4));
-    if (kind != kBrief) planes.scales = scales.get(count), planes.sums = sums.get(count);
+    planes.scales = scales.get(count);
+    planes.sums = sums.get(count);
     if (kind == kEights) planes.centres = reinterpret_cast<int32_t*>(centres.get(count * 4));
     planes.num_blocks = num_blocks;
     planes.group_bits = group_bits;
@@ -82,12 +83,6 @@ INLINE __m512i upper(__m512i x, int32_t half, unsigned bits) {  // what is left 
 // One block of one token: columns 0 … 15 and 16 … 31.
 INLINE void store_planes(const Planes& planes, int64_t block, int64_t token, V low, V high) {
   const int64_t at = planes.at(block, token);
-#if HAS_TILES
-  if (planes.kind == kBrief) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v);
-    return _mm512_storeu_si512(planes.rows + at * kPlaneBytes[kBrief], both);
-  }
-#endif
   __m512i x[2];
   planes.scales[at] = to_integers(low, high, x);
   planes.sums[at] = sum(low + high);

@@ -26,7 +26,7 @@ struct Activations {
   int64_t stride;
 #if HAS_INTEGERS
   Planes planes[2][kPlaneKinds];  // [interleaved], of what some weight asks for
-  bool use_tiles, is_brief;
+  bool use_tiles;
 #endif
 };
 
@@ -219,14 +219,8 @@ inline void any_rows_product(const Weight& w, int64_t first, int64_t end, const 
     using L = decltype(layout);
 #if HAS_INTEGERS
     if constexpr (Integers<L>::kIs) {
-      const Planes& used = x.planes[L::kInterleaved][plane_kind(w, x.use_tiles, x.is_brief)];
+      const Planes& used = x.planes[L::kInterleaved][plane_kind(w, x.use_tiles)];
       if (used.rows && w.num_cols % 32 == 0) {
-#if HAS_TILES
-        if (used.kind == kBrief) {
-          brief_products<L>(w, first, end, used, token, tokens, sums, stride, tiles);
-          return add_bias(w, first, end, tokens, sums, stride);
-        }
-#endif
         integer_product<L>(w, first, end, used, token, tokens, x.use_tiles, sums, stride, tiles);
         return add_bias(w, first, end, tokens, sums, stride);
       }

@@ -1,0 +1,167 @@
+// Attention whose keys and values are kept in bfloat16, by AMX: attention_step.h says what it computes.
+//
+// Tiles are AMX's, of pairs of what it adds up:
+//
+//   keys     [head_dim / 2 pairs of dimensions][16 positions][2]
+//   values   [head_dim / 16][8 pairs of positions][16 dimensions][2]
+//
+// A task's queries, up to 16 at once, are the rows of one tile. They and the softmax's exponentials are rounded to
+// bfloat16; sums are float32.
+#pragma once
+
+#include "attention_step.h"
+#include "brief.h"
+
+#if HAS_TILES
+
+INLINE void round_sixteen(const float* from, uint16_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(load(from).v));
+}
+
+struct BriefScratch {
+  Scratch queries, scores, weights, last, out;
+  std::vector<int64_t> tiles;
+
+  static uint16_t* as_brief(Scratch& scratch, int64_t count) {
+    return reinterpret_cast<uint16_t*>(scratch.get((count + 1) / 2));
+  }
+};
+
+// Tiles of sums 0 … 3 have a row for each query, as have those of queries (4) and of weights (5); 6: keys, 7: values.
+INLINE TileShapes brief_shapes(int64_t rows) {
+  const uint8_t count = static_cast<uint8_t>(rows);
+  const TileShape sums{count, 64};
+  return TileShapes({sums, sums, sums, sums, {count, 64}, {count, 32}, {16, 64}, {8, 64}});
+}
+
+INLINE void prefetch_brief(const uint16_t* tile, int64_t d) {
+  for (int64_t i = 0; i < 16 * d; i += 32) __builtin_prefetch(tile + i, 0, 2);
+}
+
+// scores[r * stride + p] = queries[r] · key of p, for all positions of the tiles. queries: [rows][d].
+inline void brief_scores(const uint16_t* queries, const uint16_t* keys, const std::vector<int64_t>& tiles, int64_t d,
+                         float* scores, int64_t stride) {
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    if (t + kTilesAhead < tiles.size()) prefetch_brief(keys + tiles[t + kTilesAhead], d);
+    clear_tile<0>();
+    for (int64_t i = 0; i < d; i += 32) {
+      load_tile<4>(queries + i, d * 2);
+      load_tile<6>(keys + tiles[t] + i * 16, 64);
+      multiply_brief<0, 4, 6>();
+    }
+    store_tile<0>(scores + t * 16, stride * 4);
+  }
+}
+
+// Scores → exponentials of their scaled distance to the largest, rounded; zeros from `limit` to `end`, which is a
+// multiple of 16. Returns 1 / their sum.
+inline float brief_softmax(float* scores, int64_t limit, int64_t end, float scale, uint16_t* weights) {
+  std::fill(scores + limit, scores + end, -INFINITY);
+  V largest = load(scores);
+  for (int64_t p = 16; p < end; p += 16) largest = max(largest, load(scores + p));
+  const V top = splat(_mm512_reduce_max_ps(largest.v) * scale);
+  V total = zero();
+  for (int64_t p = 0; p < end; p += 16) {
+    const V e = exponential(load(scores + p) * splat(scale) - top);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + p), (__m256i)_mm512_cvtneps_pbh(e.v));
+    total = total + e;
+  }
+  return 1.0f / sum(total);
+}
+
+// The first `count` positions of a tile of values, and zeros.
+INLINE void copy_values(const uint16_t* tile, int64_t count, int64_t d, uint16_t* to) {
+  for (int64_t i = 0; i < d * 16; i += 32) {
+    const int64_t position = i / 32 % 8 * 2;
+    const __mmask32 mask = position + 1 < count ? 0xFFFFFFFF : position < count ? 0x55555555 : 0;
+    _mm512_storeu_si512(to + i, _mm512_maskz_loadu_epi16(mask, tile + i));
+  }
+}
+
+// out[r * d + i] = Σ over positions of weights[r * stride + p] · value of p, for all dimensions from `first` on, up to 64.
+// The last tile of values is read from `last`.
+template <int kChunks>
+inline void brief_values(const uint16_t* weights, int64_t stride, const uint16_t* values, const uint16_t* last,
+                         const std::vector<int64_t>& tiles, int64_t d, int64_t first, float* out) {
+  clear_tile<0>();
+  clear_tile<1>();
+  clear_tile<2>();
+  clear_tile<3>();
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    if (first == 0 && t + kTilesAhead < tiles.size()) prefetch_brief(values + tiles[t + kTilesAhead], d);
+    const uint16_t* tile = (t + 1 < tiles.size() ? values + tiles[t] : last) + first * 16;
+    load_tile<5>(weights + t * 16, stride * 2);
+    load_tile<7>(tile, 64);
+    multiply_brief<0, 5, 7>();
+    load_tile<7>(tile + 256, 64);
+    multiply_brief<1, 5, 7>();
+    if (kChunks == 2) continue;
+    load_tile<7>(tile + 512, 64);
+    multiply_brief<2, 5, 7>();
+    load_tile<7>(tile + 768, 64);
+    multiply_brief<3, 5, 7>();
+  }
+  store_tile<0>(out + first, d * 4);
+  store_tile<1>(out + first + 16, d * 4);
+  if (kChunks == 2) return;
+  store_tile<2>(out + first + 32, d * 4);
+  store_tile<3>(out + first + 48, d * 4);
+}
+
+struct BriefAttention {
+  using Element = uint16_t;
+  using Scratch = BriefScratch;
+
+  static INLINE int64_t query_tile(const AttentionStep& step) {
+    return std::max<int64_t>(1, 16 / step.group());
+  }
+
+  static INLINE void store_position(const float* key, const float* value, int64_t lane, int64_t d, uint16_t* keys,
+                             uint16_t* values) {
+    uint16_t rounded[16];
+    for (int64_t i = 0; i < d; i += 16) {
+      round_sixteen(key + i, rounded);
+      for (int64_t j = 0; j < 16; ++j) keys[(i + j) / 2 * 32 + lane * 2 + j % 2] = rounded[j];
+      round_sixteen(value + i, rounded);
+      for (int64_t j = 0; j < 16; ++j) values[i * 16 + lane / 2 * 32 + j * 2 + lane % 2] = rounded[j];
+    }
+  }
+
+  static void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, const float* qkv,
+                     const uint16_t* keys, const uint16_t* values, float* out, BriefScratch& scratch) {
+    const int64_t d = step.head_dim, group = step.group(), all_rows = task.count * group;
+    const int64_t longest = task.limit + task.count - 1, end = round_up(longest, 16);
+    const int64_t stride = end + 32;  // so that rows of a power of two do not share their places in the cache
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    find_tiles(step, task.request, longest, scratch.tiles);
+    keys += kv_head * step.head_size();
+    values += kv_head * step.head_size();
+    uint16_t* queries = BriefScratch::as_brief(scratch.queries, 16 * d);
+    uint16_t* weights = BriefScratch::as_brief(scratch.weights, 16 * stride);
+    uint16_t* last = BriefScratch::as_brief(scratch.last, 16 * d);
+    float *scores = scratch.scores.get(16 * stride), *sums = scratch.out.get(16 * d);
+    copy_values(values + scratch.tiles.back(), longest - end + 16, d, last);
+    for (int64_t from = 0; from < all_rows; from += 16) {
+      const int64_t rows = std::min<int64_t>(16, all_rows - from);
+      const TileShapes shapes = brief_shapes(rows);
+      auto token = [&](int64_t r) { return task.token + (from + r) / group; };
+      auto head = [&](int64_t r) { return kv_head * group + (from + r) % group; };
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < d; i += 16)
+          round_sixteen(qkv + token(r) * step.row_size() + head(r) * d + i, queries + r * d + i);
+      brief_scores(queries, keys, scratch.tiles, d, scores, stride);
+      float inverse_sums[16];
+      for (int64_t r = 0; r < rows; ++r)
+        inverse_sums[r] =
+            brief_softmax(scores + r * stride, task.limit + (from + r) / group, end, scale, weights + r * stride);
+      int64_t i = 0;
+      for (; i + 64 <= d; i += 64) brief_values<4>(weights, stride, values, last, scratch.tiles, d, i, sums);
+      if (i < d) brief_values<2>(weights, stride, values, last, scratch.tiles, d, i, sums);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* to = out + (token(r) * step.num_heads + head(r)) * d;
+        for (i = 0; i < d; i += 16) store(to + i, load(sums + r * d + i) * splat(inverse_sums[r]));
+      }
+    }
+  }
+};
+#endif
