@@ -16,7 +16,7 @@ inline void attend_all(Context& context, const AttentionStep& step, float* qkv, 
                        float* out, std::vector<AttentionScratch>& scratch,
                        typename Kind::Scratch AttentionScratch::*kind) {
   auto *keys = static_cast<typename Kind::Element*>(key_cache), *values = static_cast<decltype(keys)>(value_cache);
-  const int64_t piece = step.num_tokens <= 8 ? step.num_tokens : 16;
+  const int64_t piece = std::clamp<int64_t>(step.num_tokens / (2 * context.pool.num_threads()), 2, 16);
   context.pool.run((step.num_tokens + piece - 1) / piece, [&](uint32_t i, int) {
     for (int64_t t = i * piece; t < std::min(step.num_tokens, (i + 1) * piece); ++t)
       rotate_and_store<Kind>(step, t, qkv, keys, values);

@@ -63,90 +63,121 @@ inline void store_brief(const float* x, int64_t stride, int64_t count, int64_t n
   }
 }
 
-// A row of weights, rounded: 32 columns to every `kTileSize` bytes. Any layout.
+// A row of weights, rounded: 32 columns to every `kTileSize` bytes. Asks for what is `ahead` bytes further on. Any layout.
 template <class L>
 struct BriefRow {
-  static INLINE void fill(Row row, int64_t block, uint8_t* to) {
-    L::decode(row, block, [&](int v, V weights) {
-      const int64_t column = block * (L::kColumns / 16) + v;  // in sixteens
-      _mm256_store_si256(reinterpret_cast<__m256i*>(to + column / 2 * kTileSize + column % 2 * 32),
-                         (__m256i)_mm512_cvtneps_pbh(weights.v));
-    });
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {
+    for (int64_t block = 0; block < num_cols / L::kColumns; ++block) {
+      const uint8_t* next = row.data + block * L::kBytes + ahead;
+      for (int line = 0; line < L::kBytes; line += 64) __builtin_prefetch(next + line, 0, 2);
+      L::decode(row, block, [&](int v, V weights) {
+        const int64_t column = block * (L::kColumns / 16) + v;  // in sixteens
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to + column / 2 * kTileSize + column % 2 * 32),
+                           (__m256i)_mm512_cvtneps_pbh(weights.v));
+      });
+    }
   }
 };
 
 // Weights of 4 bits have 16 values to a block: rounded once, then looked up, 32 at a time. Twice the table, so that the
 // fifth bit of an index says nothing.
-INLINE __m512i brief_table(V values) {
-  return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(values.v));
+INLINE void store_looked_up(V values, __m512i indices, uint8_t* to) {
+  const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(values.v, values.v);
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(indices, table));
 }
 
-INLINE void store_looked_up(__m512i table, __m512i indices, int64_t block, uint8_t* to) {
-  _mm512_store_si512(to + block * kTileSize, _mm512_permutexvar_epi16(indices, table));
-}
+INLINE __m128i load_nibbles(const uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
 
 // Low nibbles first, then high ones.
-INLINE void store_nibbles(V values, const uint8_t* nibbles, int64_t block, uint8_t* to) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles)));
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
-  store_looked_up(brief_table(values), both, block, to);
+INLINE void store_nibbles(V values, const uint8_t* nibbles, uint8_t* to) {
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load_nibbles(nibbles)));
+  store_looked_up(values, _mm512_srlv_epi16(twice, shifts), to);
+}
+
+// Rows of blocks that begin with halves and end with nibbles: `values` makes a block's 16 of the halves, as floats.
+// Those of 16 blocks are read together: broadcast from memory, they cost the unit that permutes nothing.
+template <int kBytes, class Values>
+INLINE void fill_nibbles(Row row, int64_t num_cols, int64_t ahead, uint8_t* to, Values&& values) {
+  constexpr int kHalves = (kBytes - 16) / 2;
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i offsets = _mm512_mullo_epi32(numbers, _mm512_set1_epi32(kBytes));
+  alignas(64) float floats[32];
+  for (int64_t left = num_cols / 32; left > 0; left -= 16, row.data += 16 * kBytes, to += 16 * kTileSize) {
+    const int64_t count = std::min<int64_t>(16, left);
+    const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+    const __m512i words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, offsets, row.data, 1);
+    _mm512_store_ps(floats, _mm512_cvtph_ps(_mm512_castsi512_si256(words)));
+    _mm512_store_ps(floats + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)));
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* block = row.data + i * kBytes;
+      __builtin_prefetch(block + ahead, 0, 2);
+      store_nibbles(values(floats + 2 * i), block + 2 * kHalves, to + i * kTileSize);
+    }
+  }
 }
 
 template <>
 struct BriefRow<Q4_0> {
-  static INLINE void fill(Row row, int64_t block, uint8_t* to) {
-    const uint8_t* at = row.data + block * Q4_0::kBytes;
-    const float d = half_at(at);
-    store_nibbles(nibble_table(splat(d), splat(-8 * d)), at + 2, block, to);
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {
+    fill_nibbles<Q4_0::kBytes>(row, num_cols, ahead, to,
+                               [](const float* d) { return nibble_table(splat(d[0]), splat(-8 * d[0])); });
   }
 };
 
 template <>
 struct BriefRow<Q4_1> {
-  static INLINE void fill(Row row, int64_t block, uint8_t* to) {
-    const uint8_t* at = row.data + block * Q4_1::kBytes;
-    V d, m;
-    splat_halves(at, d, m);
-    store_nibbles(nibble_table(d, m), at + 4, block, to);
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {
+    fill_nibbles<Q4_1::kBytes>(row, num_cols, ahead, to,
+                               [](const float* dm) { return nibble_table(splat(dm[0]), splat(dm[1])); });
   }
 };
 
 template <>
 struct BriefRow<Int4Group32> {
-  static INLINE void fill(Row row, int64_t block, uint8_t* to) {  // a byte's nibbles are neighbours
-    const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.data) + block));
-    const __m512i high = _mm512_slli_epi32(_mm512_srli_epi32(words, 4), 16);
-    const V values = nibble_table(splat(row.scale[block]), splat(row.minimum[block]));
-    store_looked_up(brief_table(values), _mm512_or_si512(words, high), block, to);
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {  // a byte's nibbles are neighbours
+    for (int64_t block = 0; block < num_cols / 32; ++block) {
+      const uint8_t* nibbles = row.data + block * Int4Group32::kBytes;
+      __builtin_prefetch(nibbles + ahead, 0, 2);
+      const __m512i words = _mm512_cvtepu8_epi32(load_nibbles(nibbles));
+      const __m512i high = _mm512_slli_epi32(_mm512_srli_epi32(words, 4), 16);
+      const V values = nibble_table(splat(row.scale[block]), splat(row.minimum[block]));
+      store_looked_up(values, _mm512_or_si512(words, high), to + block * kTileSize);
+    }
   }
 };
 
-// tiles: of the 16 rows from `first` on, [num_blocks] of 16 rows by 32 columns; a row at or beyond `end` repeats the
-// last.
-inline void fill_brief(const Weight& w, int64_t first, int64_t end, uint8_t* tiles) {
-  with_layout(w.layout, [&](auto layout) {
-    using L = decltype(layout);
-    for (int64_t r = 0; r < 16; ++r) {
-      const Row row = row_of(w, std::min(first + r, end - 1));
-      const uint8_t* ahead = row.data + 16 * w.row_bytes;
-      for (int64_t block = 0; block < w.num_cols / L::kColumns; ++block) {
-        for (int line = 0; line < L::kBytes; line += 64) __builtin_prefetch(ahead + block * L::kBytes + line, 0, 2);
-        BriefRow<L>::fill(row, block, tiles + r * 64);
-      }
+template <>
+struct BriefRow<Q8_0> {
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {
+    for (int64_t block = 0; block < num_cols / 32; ++block) {
+      const uint8_t* at = row.data + block * Q8_0::kBytes;
+      __builtin_prefetch(at + ahead, 0, 2);
+      V halves[2];
+      Q8_0::decode(row, block, [&](int v, V weights) { halves[v] = weights; });
+      _mm512_store_si512(to + block * kTileSize, (__m512i)_mm512_cvtne2ps_pbh(halves[1].v, halves[0].v));
     }
-  });
+  }
+};
+
+// One row of tiles[num_blocks], of 16 rows by 32 columns each.
+INLINE void fill_row(const Weight& w, int64_t row, int64_t ahead, uint8_t* to) {
+  with_layout(w.layout,
+              [&](auto layout) { BriefRow<decltype(layout)>::fill(row_of(w, row), w.num_cols, ahead, to); });
 }
 
 // Sums of 32 rows by 32 tokens, or by the first 16, in tiles 0 … 3: (rows, tokens), (other rows, tokens), (rows, other
-// tokens), (other rows, other tokens). 4, 5: weights; 6, 7: activations.
-template <bool kTwoTokens>
-INLINE void brief_product(const uint8_t* x, const uint8_t* w, int64_t num_blocks) {
+// tokens), (other rows, other tokens). 4, 5: weights; 6, 7: activations. Calls meanwhile(block) when a block is under
+// way: AMX works on its own, if it is not asked for much more at once than it has room for.
+template <bool kTwoTokens, class Meanwhile>
+INLINE void brief_product(const uint8_t* x, const uint8_t* w, int64_t num_blocks, Meanwhile&& meanwhile) {
   const uint8_t *other_x = x + num_blocks * kTileSize, *other_w = w + num_blocks * kTileSize;
   clear_tile<0>();
   clear_tile<1>();
   clear_tile<2>();
   clear_tile<3>();
-  for (int64_t at = 0; at < num_blocks * kTileSize; at += kTileSize) {
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t at = block * kTileSize;
     load_tile<4>(w + at, 64);
     load_tile<6>(x + at, 64);
     multiply_brief<0, 4, 6>();
@@ -157,6 +188,7 @@ INLINE void brief_product(const uint8_t* x, const uint8_t* w, int64_t num_blocks
       multiply_brief<2, 4, 7>();
       multiply_brief<3, 5, 7>();
     }
+    meanwhile(block);
   }
 }
 #endif

@@ -1,10 +1,13 @@
 // A linear operation in bfloat16 (brief.h), shared among the threads.
 //
-// A task is 32 rows of the products: of one weight, or 16 of each of the two that SwiGLU takes. What surrounds a product
-// is done when it leaves the unit, while its rows are vectors of 16 tokens; then it is turned and stored.
+// Rows are taken 32 at a time, a chunk: of one weight, or 16 of each of the two that SwiGLU takes. What surrounds a
+// product is done when it has left the unit, while its rows are vectors of 16 tokens; then it is turned and stored.
+// AMX works on its own, so a thread does two other things meanwhile: it finishes the product before, and rounds the
+// weights of the next chunk.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "brief.h"
 #include "elementwise.h"
@@ -40,11 +43,8 @@ inline const uint8_t* prepare_brief(Context& context, const LinearCall& call) {
 struct BriefRows {
   V rows[16];
 
-  // Those of `w` from `first` on, from one of the tiles of sums.
-  template <int kTile>
-  INLINE void take(const Weight& w, int64_t first, int64_t end) {
-    alignas(64) float product[256];
-    store_tile<kTile>(product, 64);
+  // Rows of `w` from `first` on.
+  INLINE void take(const Weight& w, int64_t first, int64_t end, const float* product) {
     for (int r = 0; r < 16; ++r) rows[r] = load(product + 16 * r);
     if (w.layout == kInt8PerChannel)
       for (int r = 0; r < 16; ++r) rows[r] = rows[r] * splat(w.scale[std::min(first + r, end - 1)]);
@@ -71,85 +71,129 @@ struct BriefRows {
 
 INLINE V silu_times(V gate, V up) { return gate / (splat(1.0f) + exponential(zero() - gate)) * up; }
 
-// Of one weight: rows first … end − 1, up to 32, at `column` of the output; or of both, 16, if the call is SwiGLU.
-struct BriefTask {
-  int64_t weight, first, end, column;
+// 32 rows of products, first … end − 1 of a weight (of both, if the call is SwiGLU) times tokens token … token_end − 1.
+struct BriefChunk {
+  int64_t weight, first, end, column, token, token_end;  // column: where its rows are in the output
 };
 
-// One pair of groups of tokens, the first of which is `token`, whose sums are in the tiles.
-template <bool kTwoTokens>
-inline void finish_brief(const LinearCall& call, const BriefTask& task, int64_t token, int64_t stride) {
-  const Weight& w = call.weights[task.weight];
-  auto store = [&](BriefRows& rows, int64_t row, int64_t t) {
-    const int64_t at = t * stride + task.column + row, num_rows = std::min<int64_t>(16, task.end - task.first - row);
-    rows.store_turned(num_rows, std::min<int64_t>(16, call.num_tokens - t), call.residual ? call.residual + at : nullptr,
-                      call.out + at, stride);
-  };
-  BriefRows first, second;
-  auto finish = [&](int64_t t) {
-    if (!call.swiglu) {
-      store(first, 0, t);
-      if (task.end - task.first > 16) store(second, 16, t);
-      return;
-    }
-    for (int r = 0; r < 16; ++r) first.rows[r] = silu_times(first.rows[r], second.rows[r]);
-    store(first, 0, t);
-  };
-  const Weight& other = call.swiglu ? call.weights[1] : w;
-  const int64_t from = call.swiglu ? task.first : task.first + 16;
-  first.take<0>(w, task.first, task.end);
-  second.take<1>(other, from, task.end);
-  finish(token);
-  if (!kTwoTokens) return;
-  first.take<2>(w, task.first, task.end);
-  second.take<3>(other, from, task.end);
-  finish(token + 16);
-}
+// One thread's work on a call.
+class BriefWorker {
+ public:
+  BriefWorker(const LinearCall& call, const uint8_t* x, int num_workers, Scratch& scratch)
+      : call_(call), x_(x), num_workers_(num_workers), stride_(call.out_stride()), num_blocks_(call.num_cols() / 32),
+        size_(num_blocks_ * kTileSize), weights_(reinterpret_cast<uint8_t*>(scratch.get(4 * size_ / 4))) {}
 
-inline void run_brief_task(const LinearCall& call, const BriefTask& task, const uint8_t* x, int64_t token, int64_t end,
-                           int64_t stride, Scratch& scratch) {
-  const int64_t num_blocks = call.num_cols() / 32, size = num_blocks * kTileSize;  // of a group
-  uint8_t* tiles = reinterpret_cast<uint8_t*>(scratch.get(2 * size / 4));
-  fill_brief(call.weights[task.weight], task.first, task.end, tiles);
-  if (call.swiglu) fill_brief(call.weights[1], task.first, task.end, tiles + size);
-  else if (task.end - task.first > 16) fill_brief(call.weights[task.weight], task.first + 16, task.end, tiles + size);
-  const TileShapes shapes({});
-  for (; token < end; token += 32) {
-    const uint8_t* of = x + token / 16 * size;
-    for (int64_t t = token; t < std::min(token + 32, end); ++t) {
-      const float* to = call.out + t * stride + task.column;
-      __builtin_prefetch(to, 1, 3);
-      if (!call.swiglu) __builtin_prefetch(to + 16, 1, 3);
+  // claim: → the next chunk, null when there is none.
+  template <class Claim>
+  void run(Claim&& claim) {
+    const BriefChunk* chunk = claim();
+    if (!chunk) return;
+    const TileShapes shapes({});
+    uint8_t *w = weights_, *next_w = weights_ + 2 * size_;
+    fill(*chunk, w, 0, 32);
+    while (chunk) {
+      const BriefChunk* next = claim();
+      const int64_t num_steps = (chunk->token_end - chunk->token + 31) / 32 * num_blocks_;
+      int64_t filled = 0, step = 0;
+      auto meanwhile = [&](int64_t block) {
+        if (done_ && block < 2) finish(block);
+        if (!next) return;
+        const int64_t due = 32 * ++step / num_steps;
+        if (filled < due) fill(*next, next_w, filled, due);
+        filled = due;
+      };
+      for (int64_t token = chunk->token; token < chunk->token_end; token += 32) {
+        const uint8_t* x = x_ + token / 16 * size_;
+        if (chunk->token_end - token > 16) brief_product<true>(x, w, num_blocks_, meanwhile);
+        else brief_product<false>(x, w, num_blocks_, meanwhile);
+        store_tile<0>(products_, 64);
+        store_tile<1>(products_ + 256, 64);
+        store_tile<2>(products_ + 512, 64);
+        store_tile<3>(products_ + 768, 64);
+        done_ = chunk;
+        token_ = token;
+      }
+      chunk = next;
+      std::swap(w, next_w);
     }
-    if (end - token > 16) {
-      brief_product<true>(of, tiles, num_blocks);
-      finish_brief<true>(call, task, token, stride);
-    } else {
-      brief_product<false>(of, tiles, num_blocks);
-      finish_brief<false>(call, task, token, stride);
+    finish(0);
+    finish(1);
+  }
+
+ private:
+  // Rows from … to − 1 of a chunk's 32; those at or beyond its end repeat the last.
+  void fill(const BriefChunk& chunk, uint8_t* tiles, int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      const bool is_second = call_.swiglu && r >= 16;
+      const Weight& w = call_.weights[is_second ? 1 : chunk.weight];
+      const int64_t row = std::min(chunk.first + (is_second ? r - 16 : r), chunk.end - 1);
+      fill_row(w, row, num_workers_ * (call_.swiglu ? 16 : 32) * w.row_bytes, tiles + r / 16 * size_ + r % 16 * 64);
     }
   }
-}
+
+  // The first or the second 16 tokens of what is in products_.
+  void finish(int64_t half) {
+    const int64_t token = token_ + 16 * half;
+    if (token >= done_->token_end) return;
+    const Weight& w = call_.weights[done_->weight];
+    const float* product = products_ + 512 * half;
+    BriefRows first, second;
+    first.take(w, done_->first, done_->end, product);
+    if (call_.swiglu) {
+      second.take(call_.weights[1], done_->first, done_->end, product + 256);
+      for (int r = 0; r < 16; ++r) first.rows[r] = silu_times(first.rows[r], second.rows[r]);
+      return store(first, 0, token);
+    }
+    store(first, 0, token);
+    if (done_->end - done_->first <= 16) return;
+    second.take(w, done_->first + 16, done_->end, product + 256);
+    store(second, 16, token);
+  }
+
+  INLINE void store(BriefRows& rows, int64_t row, int64_t token) {
+    const int64_t at = token * stride_ + done_->column + row;
+    rows.store_turned(std::min<int64_t>(16, done_->end - done_->first - row), std::min<int64_t>(16, done_->token_end - token),
+                      call_.residual ? call_.residual + at : nullptr, call_.out + at, stride_);
+  }
+
+  const LinearCall& call_;
+  const uint8_t* x_;
+  const int num_workers_;                     // who take chunks in turn
+  const int64_t stride_, num_blocks_, size_;  // of the output's tokens; of a group of 16 rows or tokens
+  uint8_t* weights_;                          // of two chunks, of two groups each
+  alignas(64) float products_[1024];
+  const BriefChunk* done_ = nullptr;  // whose products those are
+  int64_t token_ = 0;
+};
 
 // Tokens multiplied by rows that were rounded once: they stay in the L2 cache.
 inline int64_t brief_token_block(int64_t num_cols) { return num_cols <= 1024 ? 512 : 256; }
 
-inline void run_brief(Context& context, const LinearCall& call) {
+inline std::vector<BriefChunk> brief_chunks(const LinearCall& call) {
   const int64_t num_columns = call.swiglu ? 1 : call.num_weights, rows = call.swiglu ? 16 : 32;
-  std::vector<BriefTask> tasks;
-  int64_t column = 0;
-  for (int64_t i = 0; i < num_columns; ++i) {
-    const int64_t num_rows = call.weights[i].num_rows;
-    for (int64_t first = 0; first < num_rows; first += rows)
-      tasks.push_back({i, first, std::min(first + rows, num_rows), column + first});
-    column += num_rows;
+  const int64_t at_once = brief_token_block(call.num_cols());
+  std::vector<BriefChunk> chunks;
+  for (int64_t token = 0; token < call.num_tokens; token += at_once) {
+    int64_t column = 0;
+    for (int64_t i = 0; i < num_columns; column += call.weights[i++].num_rows)
+      for (int64_t first = 0; first < call.weights[i].num_rows; first += rows)
+        chunks.push_back({i, first, std::min(first + rows, call.weights[i].num_rows), column + first, token,
+                          std::min(token + at_once, call.num_tokens)});
   }
+  return chunks;
+}
+
+inline void run_brief(Context& context, const LinearCall& call) {
+  const std::vector<BriefChunk> chunks = brief_chunks(call);
   const uint8_t* x = prepare_brief(context, call);
-  const int64_t at_once = brief_token_block(call.num_cols()), blocks = (call.num_tokens + at_once - 1) / at_once;
-  context.pool.run(tasks.size() * blocks, [&](uint32_t i, int thread) {
-    const int64_t token = i / tasks.size() * at_once;
-    run_brief_task(call, tasks[i % tasks.size()], x, token, std::min(token + at_once, call.num_tokens), column,
-                   context.tiles[thread]);
+  std::atomic<size_t> claimed{0};
+  auto claim = [&]() -> const BriefChunk* {
+    const size_t i = claimed.fetch_add(1);
+    return i < chunks.size() ? &chunks[i] : nullptr;
+  };
+  const int num_workers = std::min<int>(context.pool.num_threads(), chunks.size());
+  context.pool.run(num_workers, [&](uint32_t, int thread) {
+    BriefWorker(call, x, num_workers, context.tiles[thread]).run(claim);
   });
 }
 #endif
