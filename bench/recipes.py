@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from preload.engine.frontend.tokenizer_files import load_tokenizer
 from preload.engine.recipe import QUANTIZATIONS
@@ -27,7 +27,22 @@ if TYPE_CHECKING:
 NUM_TOKENS = 4096
 _CHUNK = 512
 _BLOCK_SIZE = 16
-RECIPES = (*((name, "float32") for name in QUANTIZATIONS), ("keep", "bfloat16"), ("bf16", "bfloat16"))
+
+
+class Setting(NamedTuple):
+    """A recipe, and how precisely a core multiplies it."""
+
+    quantization: str
+    compute_dtype: str = "float32"
+    matmul_precision: str = "highest"
+
+
+SETTINGS = (
+    *(Setting(name) for name in QUANTIZATIONS),
+    Setting("keep", matmul_precision="medium"),
+    Setting("keep", "bfloat16"),
+    Setting("bf16", "bfloat16"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +51,7 @@ class Quality:
 
     quantization: str
     compute_dtype: str
+    matmul_precision: str
     kernels: str
     resident_bytes: int
     perplexity: float
@@ -46,7 +62,7 @@ def run(
     checkpoint: str,
     num_tokens: int = NUM_TOKENS,
     num_threads: int = 2,
-    chosen: Sequence[tuple[str, str]] = RECIPES,
+    chosen: Sequence[Setting] = SETTINGS,
 ) -> dict[str, Any]:
     """`float32_perplexity`, and one entry for every recipe in `recipes`."""
     import torch
@@ -60,16 +76,15 @@ def run(
         with attached(daemon, checkpoint, "f32", "float32") as attachment:
             perplexity, reference = _read(make_decoder(attachment, None), ids)
         recipes = []
-        for quantization, compute_dtype in chosen:
-            tell(f"{quantization}, computed in {compute_dtype}")
-            with attached(daemon, checkpoint, quantization, compute_dtype) as attachment:
-                ops = chosen_ops(daemon, compute_dtype, num_threads)
+        for setting in chosen:
+            tell(f"{setting.quantization}, computed in {setting.compute_dtype}, precision {setting.matmul_precision}")
+            with attached(daemon, checkpoint, setting.quantization, setting.compute_dtype) as attachment:
+                ops = chosen_ops(daemon, setting.compute_dtype, num_threads, setting.matmul_precision)
                 decoder = make_decoder(attachment, ops)
                 found, last = _read(decoder, ids)
                 recipes.append(
                     Quality(
-                        quantization=quantization,
-                        compute_dtype=compute_dtype,
+                        **setting._asdict(),
                         kernels=decoder.kernels,
                         resident_bytes=attachment.resident_bytes,
                         perplexity=found,
@@ -107,7 +122,7 @@ def _logits(decoder: Decoder, ids: list[int]) -> Iterator[tuple[int, Tensor]]:
     from preload.engine.kernels.attention import AttentionBatch
 
     num_blocks = -(-len(ids) // _BLOCK_SIZE) + 1
-    cache = KVCache(decoder.spec, num_blocks, _BLOCK_SIZE, decoder.dtype)
+    cache = KVCache(decoder.spec, num_blocks, _BLOCK_SIZE, decoder.cache_dtype)
     table = torch.arange(1, num_blocks, dtype=torch.int32)[None]
     for start in range(0, len(ids), _CHUNK):
         end = min(start + _CHUNK, len(ids))

@@ -24,12 +24,12 @@ def attached(daemon: PrivateDaemon, checkpoint: str, quantization: str, compute_
     return attach(checkpoint, recipe=recipe, runtime_dir=daemon.runtime_dir)
 
 
-def chosen_ops(daemon: PrivateDaemon, compute_dtype: str, num_threads: int) -> Ops:
+def chosen_ops(daemon: PrivateDaemon, compute_dtype: str, num_threads: int, matmul_precision: str = "highest") -> Ops:
     import torch
 
     from preload.engine.core.kernels import choose_ops
 
-    return choose_ops(daemon.runtime_dir, getattr(torch, compute_dtype), num_threads)
+    return choose_ops(daemon.runtime_dir, getattr(torch, compute_dtype), num_threads, matmul_precision)
 
 
 def make_decoder(attachment: Attachment, ops: Ops | None) -> Decoder:

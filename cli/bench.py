@@ -222,6 +222,7 @@ def _print_recipes(result: dict[str, Any]) -> None:
         [
             recipe["quantization"],
             recipe["compute_dtype"],
+            recipe["matmul_precision"],
             size(recipe["resident_bytes"]),
             f"{recipe['perplexity']:.4f}",
             f"{recipe['perplexity'] / result['float32_perplexity'] - 1:+.3%}",
@@ -229,8 +230,8 @@ def _print_recipes(result: dict[str, Any]) -> None:
         ]
         for recipe in result["recipes"]
     ]
-    header = ("recipe", "computed in", "resident", "perplexity", "against float32", "error of the last logits")
-    print(table(header, rows))
+    errors = ("perplexity", "against float32", "error of the last logits")
+    print(table(("recipe", "computed in", "precision", "resident", *errors), rows))
     print(f"{result['num_tokens']} tokens; float32 by plain torch: {result['float32_perplexity']:.4f}")
 
 

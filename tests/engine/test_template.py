@@ -65,9 +65,12 @@ def test_a_fork_takes_over_environment_and_folder_of_whoever_asked(
     wait_for(lambda: os.readlink(f"/proc/{fork.pid}/cwd") == str(tmp_path), "the fork to change its folder")
     wait_for(lambda: Path(f"/proc/{fork.pid}/comm").read_text() == "preload-core\n", "the fork to take its name")
     assert os.getsid(fork.pid) == fork.pid
-    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{fork.pid}/status").read_text().splitlines())
-    assert int(status["SigBlk"], 16) == 0
-    assert int(status["SigCgt"], 16) & 1 << (signal.SIGTERM - 1) == 0
+
+    def status() -> dict[str, str]:
+        return dict(line.split(":\t", 1) for line in Path(f"/proc/{fork.pid}/status").read_text().splitlines())
+
+    wait_for(lambda: int(status()["SigBlk"], 16) == 0, "the fork to unblock its signals")
+    assert int(status()["SigCgt"], 16) & 1 << (signal.SIGTERM - 1) == 0
     os.kill(fork.pid, signal.SIGTERM)
     assert fork.exit_code() == -signal.SIGTERM
     fork.close()
