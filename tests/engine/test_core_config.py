@@ -51,6 +51,7 @@ def test_a_configuration_survives_json_and_every_field_has_help() -> None:
         ('{"max_seqs": 1}', "unknown settings of the core: max_seqs"),
         ('{"max_num_seqs": 0}', "max_num_seqs is 0"),
         ('{"token_budget": 10}', "less than max_num_seqs"),
+        ('{"kv_cache_dtype": "fp8"}', "kv_cache_dtype is 'fp8'; it must be one of auto, float32, bfloat16"),
         ('{"matmul_precision": "low"}', "matmul_precision is 'low'; it must be highest or medium"),
         ('{"block_size": 0}', "block_size is 0; it must be a multiple of 16"),
         ('{"block_size": 24}', "block_size is 24; it must be a multiple of 16"),

@@ -130,14 +130,42 @@ def test_a_core_attaches_by_generation_id_and_knows_its_limits(
 def test_a_core_multiplies_in_bfloat16_if_it_is_told_to_and_says_so(
     daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path
 ) -> None:
-    tiny_model(intermediate_size=64).oracle.save_pretrained(tmp_path / "tiny")
+    tiny_model(intermediate_size=64, head_dim=32).oracle.save_pretrained(tmp_path / "tiny")
     generation = daemon.load(tmp_path / "tiny", quantization="int8_per_channel")
     core = start_core(daemon, generation_id=generation.id, matmul_precision="medium")
     kernels = core.stats().kernels
     if "AMX" not in kernels:
         pytest.skip(f"this CPU multiplies no bfloat16: {kernels}")
-    assert "products of more than 4 tokens in bfloat16" in kernels
+    assert "products of more than 4 tokens in bfloat16, keys and values in bfloat16" in kernels
     assert len(core.generate([1, 2, 3, 4, 5, 6, 7])) == 8
+
+
+@pytest.mark.host_only
+def test_keys_and_values_in_bfloat16_take_half_the_memory(
+    daemon: Any, tiny_model: Any, start_core: Any, tmp_path: Path
+) -> None:
+    model = tiny_model(head_dim=32)
+    model.oracle.save_pretrained(tmp_path / "tiny")
+    generation = daemon.load(tmp_path / "tiny")
+    whole = start_core(daemon, generation_id=generation.id)
+    if "AMX" not in whole.stats().kernels:
+        pytest.skip(f"this CPU multiplies no bfloat16: {whole.stats().kernels}")
+    half = start_core(daemon, generation_id=generation.id, kv_cache_dtype="bfloat16")
+    assert half.stats().num_kv_blocks == whole.stats().num_kv_blocks
+    assert half.stats().kv_cache_bytes * 2 == whole.stats().kv_cache_bytes
+    assert half.generate([1, 2, 3]) == model.greedy([1, 2, 3], 8)
+
+
+@pytest.mark.host_only
+def test_keys_and_values_that_nothing_computes_with_are_refused_in_one_line(
+    daemon: Any, checkpoint: Path, start_core: Any
+) -> None:
+    daemon.load(checkpoint, compute_dtype="bfloat16")
+    core = start_core(
+        daemon, wait=False, checkpoint=str(checkpoint), compute_dtype="bfloat16", kv_cache_dtype="float32"
+    )
+    assert core.process.wait(TIMEOUT_S) == 2
+    assert "kv_cache_dtype is float32, and kernels that compute in bfloat16" in core.log.read_text()
 
 
 @pytest.mark.parametrize("quantization", ["int8_per_channel", "int4_group32", "nvfp4"])
