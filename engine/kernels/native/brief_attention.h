@@ -53,16 +53,29 @@ inline void brief_scores(const uint16_t* queries, const uint16_t* keys, const st
   }
 }
 
+// 2ˣ of x ≤ 0 with a relative error of 5·10⁻⁵, a fortieth of what rounding to bfloat16 costs; 0 below −126.
+// Taylor polynomial of degree 4 on |r| ≤ 1/2.
+INLINE V brief_power_of_two(V x) {
+  const __m512 whole = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V r = x - V{whole};
+  V p = splat(9.61812911e-3f);
+  p = fma(p, r, splat(5.55041087e-2f));
+  p = fma(p, r, splat(2.40226507e-1f));
+  p = fma(p, r, splat(6.93147181e-1f));
+  p = fma(p, r, splat(1.0f));
+  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p.v, whole)};
+}
+
 // Scores → exponentials of their scaled distance to the largest, rounded; zeros from `limit` to `end`, which is a
 // multiple of 16. Returns 1 / their sum.
 inline float brief_softmax(float* scores, int64_t limit, int64_t end, float scale, uint16_t* weights) {
   std::fill(scores + limit, scores + end, -INFINITY);
   V largest = load(scores);
   for (int64_t p = 16; p < end; p += 16) largest = max(largest, load(scores + p));
-  const V top = splat(_mm512_reduce_max_ps(largest.v) * scale);
+  const V factor = splat(scale * 1.44269504f), top = splat(_mm512_reduce_max_ps(largest.v)) * factor;
   V total = zero();
   for (int64_t p = 0; p < end; p += 16) {
-    const V e = exponential(load(scores + p) * splat(scale) - top);
+    const V e = brief_power_of_two(load(scores + p) * factor - top);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + p), (__m256i)_mm512_cvtneps_pbh(e.v));
     total = total + e;
   }
