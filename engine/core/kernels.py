@@ -12,7 +12,7 @@ from preload.engine.errors import DeviceError, RequestError
 from preload.engine.kernels.native.build import KernelsUnavailableError, find_or_build
 from preload.engine.kernels.native.library import EXACT_UNITS, UNITS, NativeLibrary
 from preload.engine.layers.native_ops import native_ops
-from preload.engine.layers.ops import Ops, TorchOps
+from preload.engine.layers.ops import Ops, TorchOps, check_cache_dtype
 from preload.engine.places import kernel_cache_dir, own_dir
 
 from .placement import Placement
@@ -42,13 +42,10 @@ def ops_on(
         raise RequestError(f"attention_backend {attention_backend} computes on a GPU, and the weights are in {where}")
     if placement.device.type == "cpu" and not placement.is_emulated:
         return choose_ops(runtime_dir, dtype, num_threads, matmul_precision, kv_cache_dtype)
-    _check_cache_dtype(kv_cache_dtype, dtype)
+    check_cache_dtype(kv_cache_dtype, dtype)
     if placement.device.type == "cuda":
-        ops: Ops = _gpu_ops(placement.device, runtime_dir, dtype, attention_backend)
-    else:
-        ops = TorchOps(note=EMULATED_NOTE)
-    print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
-    return ops
+        return _gpu_ops(placement.device, runtime_dir, dtype, attention_backend)
+    return TorchOps(note=EMULATED_NOTE)
 
 
 def _gpu_ops(device: torch.device, runtime_dir: str, dtype: torch.dtype, attention_backend: str) -> Ops:
@@ -85,21 +82,9 @@ def choose_ops(
         path = find_or_build(kernel_cache_dir(own_dir(runtime_dir)))
         units = UNITS if matmul_precision == "medium" else EXACT_UNITS
         library = NativeLibrary(path, num_threads, units)
-        ops = native_ops(library, dtype, kv_cache_dtype)
-        if "bfloat16" in units and "bfloat16" not in library.units:
-            print("preload engine core: this CPU multiplies no bfloat16: precision is highest", file=sys.stderr)
     except KernelsUnavailableError as error:
-        ops = TorchOps(note=f"torch, without native kernels: {error}")
-    if ops.cache_dtype is None:
-        _check_cache_dtype(kv_cache_dtype, dtype)
-    print(f"preload engine core: kernels: {ops.describe()}", file=sys.stderr, flush=True)
-    return ops
-
-
-def _check_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> None:
-    """For kernels whose keys and values have the compute dtype."""
-    own = str(dtype).removeprefix("torch.")
-    if kv_cache_dtype not in ("auto", own):
-        raise RequestError(
-            f"kv_cache_dtype is {kv_cache_dtype}, and kernels that compute in {own} here keep keys and values in that"
-        )
+        check_cache_dtype(kv_cache_dtype, dtype)
+        return TorchOps(note=f"torch, without native kernels: {error}")
+    if "bfloat16" in units and "bfloat16" not in library.units:
+        print("preload engine core: this CPU multiplies no bfloat16: precision is highest", file=sys.stderr)
+    return native_ops(library, dtype, kv_cache_dtype)

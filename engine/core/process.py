@@ -283,10 +283,12 @@ def _build_decoder(config: CoreConfig, attachment: Attachment, placement: Placem
             config.matmul_precision,
             config.kv_cache_dtype,
         )
-        return Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
+        decoder = Decoder(spec, attachment.tensors, attachment.layouts, dtype, ops)
     except (DeviceError, ManifestError, RequestError) as error:
         which = f"the {role} model (generation {attachment.generation_id})"
         raise type(error)(f"{which}: {error.message}", error.fields) from error
+    print(f"preload engine core: {role} model, kernels: {decoder.kernels}", file=sys.stderr, flush=True)
+    return decoder
 
 
 def _promote(core: EngineCore, config: CoreConfig, sizing: KVSizing) -> None:

@@ -1,7 +1,8 @@
 """A mixture of experts in native products: each expert that anybody has chosen multiplies its own tokens.
 
-Owns the cut of the experts' weights, which lie one after the other, into an expert's. Choosing is torch's. A token's
-bits do not depend on its neighbours, as everywhere in the native kernels: experts are added in their numbers' order.
+Owns the cut of the experts' weights, which lie one after the other, into an expert's. Choosing is torch's, among what
+the router says, which is always multiplied exactly: its few weights decide too much. Where products are exact, a
+token's bits do not depend on its neighbours: experts are added in their numbers' order.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ MakeLinear = Callable[[Sequence[Linear], bool], Projection]
 """(linears of one input, whether they are a gate and its projection up) → x: float32[n, cols] → float32[n, rows]"""
 
 
-def native_mixture(experts: Experts, norm: Norm, make: MakeLinear) -> Projection:
+def native_mixture(experts: Experts, router: Projection, norm: Norm, make: MakeLinear) -> Projection:
     """`Ops.mixture`, in float32. Every row of the weights' companions is one row of the weight's."""
     inner = experts.gate_up.num_rows // (2 * experts.count)
     hidden = experts.down.num_rows // experts.count
-    router = make([experts.router], False)
     gated, down = [], []
     for e in range(experts.count):
         first = 2 * e * inner

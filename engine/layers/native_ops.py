@@ -1,7 +1,8 @@
 """The decoder's operations in native code, fused: float32 on CPUs.
 
 Owns the translation of weights, caches and batches to the C structures of native/library.py, done once per weight
-and once per step. Results are the same bits for a token whatever batch it is in and whatever the number of threads.
+and once per step. Results are the same bits for a token whatever batch it is in and whatever the number of threads,
+unless products are in bfloat16: then those of up to four tokens are exact, and others are not.
 What the kernels do not cover (a head_dim that is no multiple of 16, float16 activations, layouts made for GPUs) is
 left to TorchOps, and `describe` says so. Weights are read where they are mapped; nothing is copied or written.
 """
@@ -46,6 +47,7 @@ from .ops import (
     Rotation,
     Scatter,
     TorchOps,
+    check_cache_dtype,
     one_by_one,
 )
 from .weights import Weight
@@ -64,6 +66,7 @@ def native_ops(library: NativeLibrary, dtype: torch.dtype, kv_cache_dtype: str =
         note += ", products of more than 4 tokens in bfloat16"
     if dtype == torch.float32:
         return NativeOps(library, note, kv_cache_dtype)
+    check_cache_dtype(kv_cache_dtype, dtype)
     ops = NativeProductOps(NativeProducts(library), f"products by {note}, the rest by torch in {dtype}")
     ops.choose = NativeSampling(library)
     return ops
@@ -75,19 +78,17 @@ class NativeOps:
     def __init__(self, library: NativeLibrary, note: str, kv_cache_dtype: str = "auto") -> None:
         if kv_cache_dtype == "bfloat16" and "bfloat16" not in library.available_units:
             raise RequestError("kv_cache_dtype is bfloat16, and this CPU multiplies none: that takes AMX")
-        is_brief = kv_cache_dtype == "bfloat16" or (kv_cache_dtype == "auto" and "bfloat16" in library.units)
-        self.cache_dtype: torch.dtype | None = torch.bfloat16 if is_brief else torch.float32
         self._kv_cache_dtype = kv_cache_dtype
         self.choose: Choose | None = NativeSampling(library)
         self._library = library
         self._note = note
-        self._attention_note = ", keys and values in bfloat16" if is_brief else ""
+        self._torch_attention = ""
         self._by_torch: set[str] = set()
         self.scatter: Scatter = scatter_ranges
         self._steps = StepStructs()
 
     def describe(self) -> str:
-        return self._note + self._attention_note + by_torch_note(self._by_torch)
+        return self._note + self._torch_attention + by_torch_note(self._by_torch)
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
         if not self._covers(*linears):
@@ -106,19 +107,20 @@ class NativeOps:
         return NativeLinear(self._library, [gate, up], gate.weight.num_rows, norm=norm, swiglu=True)
 
     def attention(self, heads: Heads) -> Attention:
-        if heads.head_dim % 32 and self.cache_dtype == torch.bfloat16:
-            self._keep_in_float32(heads.head_dim)
         if heads.head_dim % 16:
-            self._attention_note = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
+            self._torch_attention = f"; attention by torch, because head_dim {heads.head_dim} is no multiple of 16"
             return TorchOps().attention(heads)
         return NativeAttention(self._library, heads, self._steps)
 
-    def _keep_in_float32(self, head_dim: int) -> None:
-        why = f"head_dim {head_dim} is no multiple of 32"
-        if self._kv_cache_dtype != "auto":
-            raise RequestError(f"kv_cache_dtype is {self._kv_cache_dtype}, and the model's {why}")
-        self.cache_dtype = torch.float32
-        self._attention_note = f"; keys and values in float32, because {why}"
+    def cache_dtype(self, heads: Heads) -> torch.dtype:
+        """Raises RequestError for bfloat16 that was asked for by name, and that a model's heads do not allow."""
+        fits = heads.head_dim % 32 == 0
+        if self._kv_cache_dtype == "bfloat16" and not fits:
+            raise RequestError(f"kv_cache_dtype is bfloat16, and head_dim {heads.head_dim} is no multiple of 32")
+        rounds = self._kv_cache_dtype == "bfloat16" or (
+            self._kv_cache_dtype == "auto" and "bfloat16" in self._library.units
+        )
+        return torch.bfloat16 if rounds and fits else torch.float32
 
     def mixture(self, experts: Experts, norm: Norm) -> Projection:
         if not self._covers(experts.router, Linear(experts.gate_up), Linear(experts.down)):
@@ -127,7 +129,8 @@ class NativeOps:
         def make(linears: Sequence[Linear], is_gated: bool) -> Projection:
             return NativeLinear(self._library, linears, linears[0].weight.num_rows, swiglu=is_gated)
 
-        return native_mixture(experts, norm, make)
+        router = NativeLinear(self._library, [experts.router], experts.count, is_exact=True)
+        return native_mixture(experts, router, norm, make)
 
     def layers(self, layers: Sequence[Layer]) -> Layers:
         parts = [layer.operations() for layer in layers]
@@ -170,7 +173,7 @@ def by_torch_note(layouts: set[str]) -> str:
 
 
 class NativeLinear:
-    """One fused linear operation: norm, products, bias, SwiGLU or residual. See native/linear.h."""
+    """One fused linear operation: norm, products, bias, SwiGLU or residual. See native/linear_call.h."""
 
     def __init__(
         self,
@@ -180,6 +183,7 @@ class NativeLinear:
         *,
         norm: Norm | None = None,
         swiglu: bool = False,
+        is_exact: bool = False,
     ) -> None:
         self._holding, self._releasing = library.linear, library.linear_without_gil
         self._session = library.session
@@ -190,7 +194,7 @@ class NativeLinear:
         self._owned = (list(linears), norm)  # the structures point into these
         self._norm = _address(norm.weight) if norm else None
         self._eps = norm.eps if norm else 0.0
-        self._swiglu = int(swiglu)
+        self._swiglu, self._is_exact = int(swiglu), int(is_exact)
 
     def part(self) -> LinearPartStruct:
         """The operation as a layer's part; what it points into lives as long as this object."""
@@ -209,6 +213,7 @@ class NativeLinear:
         call(
             self._session, self._weights, self._num_weights, x.data_ptr(), x.stride(0), num_tokens,
             self._norm, self._eps, self._swiglu, None if residual is None else residual.data_ptr(), out.data_ptr(),
+            self._is_exact,
         )  # fmt: skip
         return out
 
@@ -248,7 +253,7 @@ class StepStructs:
         # A head of one layer has a cache of its own.
         key = batch, heads, keys.shape[1], keys.stride(0), keys.dtype
         if len(self._key) != len(key) or batch is not self._key[0] or self._key[1:] != key[1:]:
-            _check_cache(keys, values)
+            _check_cache(keys, values, heads.head_dim)
             cos, sin = (part.contiguous() for part in rotation)
             starts, lengths = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
             table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
@@ -264,7 +269,11 @@ class StepStructs:
         return ctypes.addressof(self._struct)
 
 
-def _check_cache(keys: Tensor, values: Tensor) -> None:
+def _check_cache(keys: Tensor, values: Tensor, head_dim: int) -> None:
+    if keys.dtype != torch.float32 and (keys.dtype != torch.bfloat16 or head_dim % 32):
+        raise AssertionError(
+            f"keys and values in {keys.dtype}, head_dim {head_dim}: no native kernel attends to them"
+        )
     if keys.shape[1] % 16:
         raise AssertionError(f"blocks of {keys.shape[1]} tokens; the native kernels need whole vectors of 16")
     if keys.stride() != values.stride() or not keys[0].is_contiguous():

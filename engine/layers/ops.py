@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from preload.engine.errors import RequestError
 from preload.engine.kernels.activation import swiglu
 from preload.engine.kernels.attention import AttentionBatch, paged_attention, write_kv
 from preload.engine.kernels.moe import choose_experts, mixture
@@ -113,8 +114,6 @@ class Ops(Protocol):
     """What a step has staged, into a table."""
     choose: Choose | None
     """None: the sampler's own, in torch."""
-    cache_dtype: torch.dtype | None
-    """Of keys and values. None: the compute dtype. Read when all attention has been asked for."""
 
     def projection(self, linears: Sequence[Linear], norm: Norm | None = None) -> Projection:
         """Linear layers of one input, normed first if asked to, results side by side."""
@@ -131,11 +130,23 @@ class Ops(Protocol):
     def attention(self, heads: Heads) -> Attention:
         """Rotary embedding, KV write and paged attention."""
 
+    def cache_dtype(self, heads: Heads) -> torch.dtype | None:
+        """Of their keys and values; None: the compute dtype."""
+
     def layers(self, layers: Sequence[Layer]) -> Layers:
         """One layer after the other."""
 
     def describe(self) -> str:
         """One line for the log: which versions these are."""
+
+
+def check_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> None:
+    """For kernels that keep keys and values in the compute dtype. Raises RequestError if another one is asked for."""
+    own = str(dtype).removeprefix("torch.")
+    if kv_cache_dtype not in ("auto", own):
+        raise RequestError(
+            f"kv_cache_dtype is {kv_cache_dtype}, and kernels that compute in {own} here keep keys and values in that"
+        )
 
 
 def one_by_one(layers: Sequence[Layer]) -> Layers:
@@ -153,7 +164,6 @@ class TorchOps:
     """The specification. `product` may be a faster product of the same results, `note` says what is in use."""
 
     choose: Choose | None = None
-    cache_dtype: torch.dtype | None = None
 
     def __init__(self, product: Callable[[Tensor, Weight], Tensor] = product, note: str = "torch") -> None:
         self._product = product
@@ -202,6 +212,9 @@ class TorchOps:
             return paged_attention(apply_rotary(query, *rotation), *cache, batch).flatten(1)
 
         return attend
+
+    def cache_dtype(self, heads: Heads) -> None:
+        return None
 
     def layers(self, layers: Sequence[Layer]) -> Layers:
         return one_by_one(layers)

@@ -49,8 +49,6 @@ EagerAttention = Callable[[Tensor, LayerCache, AttentionBatch], Tensor]
 class TritonOps:
     """All operations, for activations of one float dtype."""
 
-    cache_dtype: torch.dtype | None = None
-
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._by_torch: set[str] = set()
@@ -113,6 +111,9 @@ class TritonOps:
             return x.add_(moe.mixture(normed, *chosen, gate_up, down, experts.count))
 
         return project
+
+    def cache_dtype(self, heads: Heads) -> None:
+        return None
 
     def layers(self, layers: Sequence[Layer]) -> Layers:
         return one_by_one(layers)

@@ -47,9 +47,10 @@ class Decoder:
         if table.has("lm_head.weight") or not spec.tie_word_embeddings:
             lm_head = table.take_weight("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.lm_head = ops.projection([Linear(lm_head)])
-        self.kernels = ops.describe()
+        heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.cache_dtype = ops.cache_dtype(heads) or compute_dtype
+        self.kernels = f"{ops.describe()}; keys and values in {str(self.cache_dtype).removeprefix('torch.')}"
         self.choose, self.scatter = ops.choose, ops.scatter
-        self.cache_dtype = ops.cache_dtype or compute_dtype
         divisors = None
         if table.has("rope_freqs.weight"):
             divisors = table.take_vector("rope_freqs.weight", spec.head_dim // 2, torch.float32)

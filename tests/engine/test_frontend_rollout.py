@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import httpx
 import pytest
 
 from preload.engine.errors import RequestError
-from preload.engine.frontend.canary import CanaryToken, compare
+from preload.engine.frontend.canary import CanaryToken, compare, tolerance
 from preload.engine.frontend.config import FrontendConfig
 from preload.engine.frontend.errors import StartError
 from preload.engine.frontend.update import Update, updated_config
@@ -316,3 +317,10 @@ def test_the_operators_socket_is_the_owners_alone_and_survives_nonsense(start_fr
             answer = json.loads(connection.makefile("rb").readline())
         assert (answer["step"], answer["kind"]) == ("failed", "RequestError")
     assert frontend.complete(prompt="a", max_tokens=1).status_code == 200
+
+
+def test_the_canary_allows_as_much_as_the_coarser_of_two_cores_rounds() -> None:
+    exact = FrontendConfig(checkpoint="demo")
+    assert tolerance(exact, replace(exact, kv_cache_dtype="float32")) == 0.01
+    for changes in ({"matmul_precision": "medium"}, {"kv_cache_dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}):
+        assert tolerance(exact, replace(exact, **changes)) == tolerance(replace(exact, **changes), exact) == 0.25

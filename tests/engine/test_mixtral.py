@@ -155,11 +155,7 @@ def test_native_products_mix_as_torch_does(
     expected = logits_of(Decoder(spec, tensors, layouts, torch.float32), IDS)
     got = logits_of(decoder, IDS)
     errors = (got - expected).norm(dim=1) / expected.norm(dim=1)
-    if "int" in quantization:
-        # Activations are rounded to 8 bits where the CPU has integer units, and some tokens then like another expert.
-        assert float(errors.quantile(0.75)) < 0.05
-    else:
-        assert float(errors.max()) < 1e-4
+    assert float(errors.max()) < 1e-4
     assert torch.equal(logits_of(decoder, IDS[:20])[:19], got[:19]), "a token's bits do not depend on its neighbours"
 
 

@@ -25,14 +25,14 @@ BATCHES = [
 ]
 
 
-def make_batch(shapes: list[tuple[int, int]]) -> AttentionBatch:
+def make_batch(shapes: list[tuple[int, int]], block_size: int = BLOCK_SIZE) -> AttentionBatch:
     """Sequences of (context, query) tokens, one query token first, in shuffled blocks."""
     free = (torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(3)) + 1).tolist()
     table, slots = torch.zeros(len(shapes), 32, dtype=torch.int32), []
     for r, (context, num_query) in enumerate(shapes):
-        blocks = [free.pop() for _ in range(-(-(context + num_query) // BLOCK_SIZE))]
+        blocks = [free.pop() for _ in range(-(-(context + num_query) // block_size))]
         table[r, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(context, context + num_query)]
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(context, context + num_query)]
     lengths = torch.tensor([n for _, n in shapes])
     return AttentionBatch(
         query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int(),
@@ -43,13 +43,13 @@ def make_batch(shapes: list[tuple[int, int]]) -> AttentionBatch:
     )
 
 
-def caches_of(batch: AttentionBatch, heads: Heads) -> torch.Tensor:
+def caches_of(batch: AttentionBatch, heads: Heads, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """NaN where no sequence has a token: none of it may reach a result."""
-    caches = torch.full((2, NUM_BLOCKS, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim), math.nan)
+    caches = torch.full((2, NUM_BLOCKS, block_size, heads.num_kv_heads, heads.head_dim), math.nan)
     flat = caches.view(2, -1, heads.num_kv_heads, heads.head_dim)
     for r, length in enumerate(batch.seq_lens.tolist()):
         for p in range(length):
-            slot = int(batch.block_table[r, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+            slot = int(batch.block_table[r, p // block_size]) * block_size + p % block_size
             flat[:, slot] = torch.randn(2, heads.num_kv_heads, heads.head_dim)
     return caches
 
@@ -100,12 +100,13 @@ def in_bfloat16(library: NativeLibrary, heads: Heads) -> Attention:
 
 @pytest.mark.parametrize("shapes", BATCHES)
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 128), Heads(10, 2, 32), Heads(20, 1, 96)])
+@pytest.mark.parametrize("block_size", [16, 48])
 def test_attention_in_bfloat16_is_rounded_to_that_and_no_more(
-    open_library: Any, heads: Heads, shapes: list[tuple[int, int]]
+    open_library: Any, block_size: int, heads: Heads, shapes: list[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
-    batch = make_batch(shapes)
-    caches = caches_of(batch, heads).bfloat16()
+    batch = make_batch(shapes, block_size)
+    caches = caches_of(batch, heads, block_size).bfloat16()
     native_caches = native_order(caches)
     sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     qkv = torch.randn(len(batch.slot_mapping), sum(sizes), heads.head_dim)
@@ -176,13 +177,22 @@ def test_caches_that_bfloat16_does_not_fit_stay_in_float32_or_are_refused_if_ask
     if "bfloat16" not in library.units:
         pytest.skip("the CPU, the compiler or the kernel lacks AMX")
     ops = native_ops(library, torch.float32)
-    assert ops.cache_dtype == torch.bfloat16
-    ops.attention(heads)
-    assert ops.cache_dtype == torch.float32
-    assert "keys and values in float32, because head_dim 48" in ops.describe()
-    with pytest.raises(RequestError, match="kv_cache_dtype is bfloat16, and the model's head_dim 48"):
-        native_ops(library, torch.float32, "bfloat16").attention(heads)
-    assert native_ops(library, torch.float32, "float32").cache_dtype == torch.float32
+    assert ops.cache_dtype(Heads(4, 2, 64)) == torch.bfloat16
+    assert ops.cache_dtype(heads) == torch.float32
+    with pytest.raises(RequestError, match="kv_cache_dtype is bfloat16, and head_dim 48"):
+        native_ops(library, torch.float32, "bfloat16").cache_dtype(heads)
+    assert native_ops(library, torch.float32, "float32").cache_dtype(Heads(4, 2, 64)) == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 32), (torch.bfloat16, 48)])
+def test_caches_that_no_kernel_reads_are_refused(open_library: Any, dtype: torch.dtype, head_dim: int) -> None:
+    heads, batch = Heads(2, 2, head_dim), make_batch([(0, 1)])
+    caches = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, 2, head_dim, dtype=dtype)
+    rotation = torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)
+    with pytest.raises(AssertionError, match="no native kernel attends"):
+        native_ops(open_library("native", 1), torch.float32).attention(heads)(
+            torch.ones(1, 6 * head_dim), rotation, tuple(caches), batch
+        )
 
 
 def test_a_cpu_without_bfloat16_refuses_keys_and_values_in_it(open_library: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from preload.engine.core import kernels
+from preload.engine.errors import RequestError
 from preload.engine.kernels.native import build
 from preload.engine.kernels.native.build import Compilation, KernelsUnavailableError, find_or_build, start_build
 from preload.engine.loading import job as loading_job
@@ -73,13 +74,13 @@ def test_a_compiler_that_fails_is_quoted(small_source: Path, tmp_path: Path) -> 
 
 
 def test_without_a_compiler_the_core_says_so_and_computes_with_torch(
-    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     ops = kernels.choose_ops(str(tmp_path / "runtime"), torch.float32, 1)
-    assert "no C++ compiler" in ops.describe()
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "kernels: torch, without native kernels: no C++ compiler" in line
+    assert "torch, without native kernels: no C++ compiler" in ops.describe()
+    with pytest.raises(RequestError, match="kv_cache_dtype is bfloat16"):
+        kernels.choose_ops(str(tmp_path / "runtime"), torch.float32, 1, kv_cache_dtype="bfloat16")
 
 
 def test_without_a_compiler_what_another_process_built_serves(

@@ -15,7 +15,7 @@ from preload.engine.kernels.native.library import LAYOUT_IDS
 from preload.engine.kernels.norm import rms_norm
 from preload.engine.layers.linear import Linear, product_by_rows
 from preload.engine.layers.native_ops import native_ops
-from preload.engine.layers.ops import Norm
+from preload.engine.layers.ops import Experts, Norm, TorchOps
 from preload.engine.layers.weights import Weight
 from preload.engine.loading.gguf_types import BLOCK_TYPES
 from preload.engine.quantization import int4_group32, int8_per_channel
@@ -125,8 +125,9 @@ def test_bfloat16_products_are_rounded_to_that_and_few_tokens_stay_exact(open_li
     libraries = [open_library(variant, 2) for variant in ("bfloat16", "native")]
     if "bfloat16" not in libraries[0].units:
         pytest.skip("the CPU, the compiler or the kernel lacks AMX")
-    for rows, cols in [(37, 512), (130, 1536), (64, 768)]:
-        weight, x = random_weight(layout, rows, cols), torch.randn(300, cols)
+    block = 256 if layout.endswith("_k") else 32
+    for rows, cols in [(37, block), (130, 1536), (64, 3 * block)]:
+        weight, x = random_weight(layout, rows, cols), torch.randn(600, cols)
         brief, exact = (native_ops(one, torch.float32).projection([Linear(weight)]) for one in libraries)
         dense = weight.rows(slice(0, rows))
         if layout != "int8_per_channel":  # whose rows are scaled when they have been multiplied
@@ -135,18 +136,33 @@ def test_bfloat16_products_are_rounded_to_that_and_few_tokens_stay_exact(open_li
         whole = brief(x)
         assert relative_error(whole, rounded) < 1e-5
         assert 1e-4 < relative_error(whole, exact(x)) < 1e-2
-        for num_tokens in (5, 16, 17, 33, 129):
-            assert torch.equal(brief(x[:num_tokens]), whole[:num_tokens])
+        for num_tokens in (5, 16, 17, 32, 33, 64, 129):
+            assert torch.equal(brief(x[:num_tokens]), whole[:num_tokens]), (rows, cols, num_tokens)
         for num_tokens in (1, 4):
             assert torch.equal(brief(x[:num_tokens]), exact(x[:num_tokens]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_a_router_stays_exact_where_products_are_rounded(open_library: Any) -> None:
+    """Rounded, it would send a few of these tokens to other experts."""
+    library, count, hidden, inner = open_library("bfloat16", 2), 16, 64, 32
+    if "bfloat16" not in library.units:
+        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+    router, gate_up = (random_weight("dense.float32", rows, hidden) for rows in (count, count * 2 * inner))
+    down = random_weight("dense.float32", count * hidden, inner)
+    experts, norm = Experts(Linear(router), gate_up, down, 4), Norm(torch.ones(hidden), 1e-5)
+    x = torch.randn(2000, hidden, generator=torch.Generator().manual_seed(5))
+    got, expected = (ops.mixture(experts, norm)(x) - x for ops in (native_ops(library, torch.float32), TorchOps()))
+    errors = (got - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 1e-4 < float(errors.max()) < 0.03
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 40])
+@pytest.mark.parametrize("variant", ["native", "bfloat16"])
 @pytest.mark.parametrize("layout", INTEGER_LAYOUTS)
 def test_what_is_not_finite_stays_so_and_spoils_no_other_token(
-    open_library: Any, layout: str, num_tokens: int
+    open_library: Any, layout: str, variant: str, num_tokens: int
 ) -> None:
-    project = native_ops(open_library("native", 2), torch.float32).projection([Linear(random_weight(layout, 20, 64))])
+    project = native_ops(open_library(variant, 2), torch.float32).projection([Linear(random_weight(layout, 20, 64))])
     x = torch.randn(num_tokens + 1, 64)
     clean = project(x)
     for broken in (math.nan, math.inf, -math.inf):

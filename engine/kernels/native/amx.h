@@ -1,4 +1,4 @@
-// Products of a panel (16 rows of weights taken apart, see integer_products.h) by AMX, 16 tokens at a time.
+// AMX: its tiles, and products of a panel (16 rows of weights taken apart, see integer_products.h), 16 tokens at a time.
 //
 // A tile of activations has a row for each plane of each token, so a product's rows are the planes' sums, which leave
 // the unit after each block of 32 columns. Those of the next block are under way meanwhile. Instructions are written

@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-#include "linear.h"
+#include "linear_call.h"
 
 constexpr int64_t kTilesAhead = 2;  // how far ahead of their use keys and values are asked for
 

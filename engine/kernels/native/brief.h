@@ -134,6 +134,16 @@ struct BriefRow<Q4_1> {
 };
 
 template <>
+struct BriefRow<DenseBfloat16> {
+  static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {
+    for (int64_t at = 0; at < num_cols * 2; at += 64, to += kTileSize) {
+      __builtin_prefetch(row.data + at + ahead, 0, 2);
+      _mm512_store_si512(to, _mm512_loadu_si512(row.data + at));
+    }
+  }
+};
+
+template <>
 struct BriefRow<Int4Group32> {
   static INLINE void fill(Row row, int64_t num_cols, int64_t ahead, uint8_t* to) {  // a byte's nibbles are neighbours
     for (int64_t block = 0; block < num_cols / 32; ++block) {

@@ -9,8 +9,8 @@
 // bfloat16; sums are float32.
 #pragma once
 
+#include "amx.h"
 #include "attention_step.h"
-#include "brief.h"
 
 #if HAS_TILES
 

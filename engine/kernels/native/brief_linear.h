@@ -16,7 +16,7 @@
 #if HAS_TILES
 
 INLINE bool is_brief(const Context& context, const LinearCall& call) {
-  return context.units & kBfloat16 && call.num_tokens > kExactTokens && call.num_cols() % 32 == 0;
+  return context.units & kBfloat16 && !call.is_exact && call.num_tokens > kExactTokens && call.num_cols() % 32 == 0;
 }
 
 // Activations, normed if the call says so, as tiles[groups of 16 tokens][num_blocks].
@@ -69,8 +69,6 @@ struct BriefRows {
   }
 };
 
-INLINE V silu_times(V gate, V up) { return gate / (splat(1.0f) + exponential(zero() - gate)) * up; }
-
 // 32 rows of products, first … end − 1 of a weight (of both, if the call is SwiGLU) times tokens token … token_end − 1.
 struct BriefChunk {
   int64_t weight, first, end, column, token, token_end;  // column: where its rows are in the output
@@ -83,20 +81,25 @@ class BriefWorker {
       : call_(call), x_(x), num_workers_(num_workers), stride_(call.out_stride()), num_blocks_(call.num_cols() / 32),
         size_(num_blocks_ * kTileSize), weights_(reinterpret_cast<uint8_t*>(scratch.get(4 * size_ / 4))) {}
 
-  // claim: → the next chunk, null when there is none.
+  // claim(ahead): → the next chunk, null when there is none, or, ahead of its turn, when others should have it.
   template <class Claim>
   void run(Claim&& claim) {
-    const BriefChunk* chunk = claim();
-    if (!chunk) return;
     const TileShapes shapes({});
+    while (const BriefChunk* chunk = claim(false)) run_from(chunk, claim);
+  }
+
+ private:
+  // From a chunk on, as long as there is a next one to make ready.
+  template <class Claim>
+  INLINE void run_from(const BriefChunk* chunk, Claim&& claim) {
     uint8_t *w = weights_, *next_w = weights_ + 2 * size_;
     fill(*chunk, w, 0, 32);
     while (chunk) {
-      const BriefChunk* next = claim();
+      const BriefChunk* next = claim(true);
       const int64_t num_steps = (chunk->token_end - chunk->token + 31) / 32 * num_blocks_;
       int64_t filled = 0, step = 0;
       auto meanwhile = [&](int64_t block) {
-        if (done_ && block < 2) finish(block);
+        if (num_unfinished_ > 0) finish_one();
         if (!next) return;
         const int64_t due = 32 * ++step / num_steps;
         if (filled < due) fill(*next, next_w, filled, due);
@@ -106,21 +109,25 @@ class BriefWorker {
         const uint8_t* x = x_ + token / 16 * size_;
         if (chunk->token_end - token > 16) brief_product<true>(x, w, num_blocks_, meanwhile);
         else brief_product<false>(x, w, num_blocks_, meanwhile);
+        finish_all();
         store_tile<0>(products_, 64);
         store_tile<1>(products_ + 256, 64);
         store_tile<2>(products_ + 512, 64);
         store_tile<3>(products_ + 768, 64);
         done_ = chunk;
         token_ = token;
+        num_unfinished_ = chunk->token_end - token > 16 ? 2 : 1;
       }
       chunk = next;
       std::swap(w, next_w);
     }
-    finish(0);
-    finish(1);
+    finish_all();
   }
 
- private:
+  INLINE void finish_all() {
+    while (num_unfinished_ > 0) finish_one();
+  }
+
   // Rows from … to − 1 of a chunk's 32; those at or beyond its end repeat the last.
   void fill(const BriefChunk& chunk, uint8_t* tiles, int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
@@ -131,10 +138,9 @@ class BriefWorker {
     }
   }
 
-  // The first or the second 16 tokens of what is in products_.
-  void finish(int64_t half) {
-    const int64_t token = token_ + 16 * half;
-    if (token >= done_->token_end) return;
+  // The last 16 tokens of what is unfinished.
+  void finish_one() {
+    const int64_t half = --num_unfinished_, token = token_ + 16 * half;
     const Weight& w = call_.weights[done_->weight];
     const float* product = products_ + 512 * half;
     BriefRows first, second;
@@ -164,10 +170,14 @@ class BriefWorker {
   alignas(64) float products_[1024];
   const BriefChunk* done_ = nullptr;  // whose products those are
   int64_t token_ = 0;
+  int num_unfinished_ = 0;  // of their halves, of 16 tokens each
 };
 
-// Tokens multiplied by rows that were rounded once: they stay in the L2 cache.
-inline int64_t brief_token_block(int64_t num_cols) { return num_cols <= 1024 ? 512 : 256; }
+// Tokens multiplied by rows that were rounded once: as many as stay in the L2 cache.
+inline int64_t brief_token_block(int64_t num_cols) {
+  constexpr int64_t kBytes = 768 << 10;
+  return std::clamp<int64_t>(kBytes / (2 * num_cols) / 32 * 32, 64, 512);
+}
 
 inline std::vector<BriefChunk> brief_chunks(const LinearCall& call) {
   const int64_t num_columns = call.swiglu ? 1 : call.num_weights, rows = call.swiglu ? 16 : 32;
@@ -187,11 +197,12 @@ inline void run_brief(Context& context, const LinearCall& call) {
   const std::vector<BriefChunk> chunks = brief_chunks(call);
   const uint8_t* x = prepare_brief(context, call);
   std::atomic<size_t> claimed{0};
-  auto claim = [&]() -> const BriefChunk* {
+  const int num_workers = std::min<int>(context.pool.num_threads(), chunks.size());
+  auto claim = [&](bool ahead) -> const BriefChunk* {
+    if (ahead && claimed.load() + num_workers > chunks.size()) return nullptr;
     const size_t i = claimed.fetch_add(1);
     return i < chunks.size() ? &chunks[i] : nullptr;
   };
-  const int num_workers = std::min<int>(context.pool.num_threads(), chunks.size());
   context.pool.run(num_workers, [&](uint32_t, int thread) {
     BriefWorker(call, x, num_workers, context.tiles[thread]).run(claim);
   });

@@ -19,12 +19,11 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
   for (; i < size; ++i) out[i] = weight[i] * (x[i] * scale);
 }
 
+INLINE V silu_times(V gate, V up) { return gate / (splat(1.0f) + exponential(zero() - gate)) * up; }
+
 // gate = silu(gate) · up. Both have room for a multiple of 16.
 inline void swiglu(float* gate, const float* up, int64_t size) {
-  for (int64_t i = 0; i < size; i += 16) {
-    V x = load(gate + i);
-    store(gate + i, x / (splat(1.0f) + exponential(zero() - x)) * load(up + i));
-  }
+  for (int64_t i = 0; i < size; i += 16) store(gate + i, silu_times(load(gate + i), load(up + i)));
 }
 
 // Even columns of each 32, then odd ones. size: a multiple of 32.

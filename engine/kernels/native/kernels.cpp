@@ -23,10 +23,10 @@ Session* preload_open(int32_t num_threads, int32_t units) { return new Session(n
 
 void preload_linear(Session* session, const Weight* weights, int64_t num_weights, const float* x, int64_t x_stride,
                     int64_t num_tokens, const float* norm_weight, float eps, int32_t swiglu, const float* residual,
-                    float* out) {
+                    float* out, int32_t is_exact) {
   std::lock_guard<std::mutex> lock(session->context.mutex);
-  run_linear(session->context,
-             {weights, num_weights, x, x_stride, num_tokens, norm_weight, eps, swiglu, residual, out});
+  run_linear(session->context, {weights, num_weights, x, x_stride, num_tokens, norm_weight, eps, swiglu, residual, out,
+                                is_exact});
 }
 
 void preload_attention(Session* session, const AttentionStep* step, float* qkv, void* keys, void* values,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "linear.h"
 
 struct LinearPart {  // of a LinearCall, what stays the same from step to step
   const Weight* weights;
@@ -10,11 +11,7 @@ struct LinearPart {  // of a LinearCall, what stays the same from step to step
   float eps;
   int32_t swiglu;
 
-  int64_t num_rows() const {
-    int64_t rows = 0;
-    for (int64_t i = 0; i < (swiglu ? 1 : num_weights); ++i) rows += weights[i].num_rows;
-    return rows;
-  }
+  int64_t num_rows() const { return num_out_rows(weights, num_weights, swiglu); }
 };
 
 struct DecoderLayer {

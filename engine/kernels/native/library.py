@@ -22,9 +22,9 @@ LAYOUT_IDS: dict[str, int] = {
 """Numbers of layouts.h. A dense weight's dtype is part of its name here."""
 
 UNITS: dict[str, int] = {"integers": 1, "tiles": 2, "bfloat16": 4}
-"""Units of the CPU beyond vectors of floats, `Units` of linear.h: AVX-512 VNNI, AMX, and AMX's products of bfloat16.
-Without integers a product's last bits differ, without tiles it only takes longer. With bfloat16 it is rounded to that
-for more than four tokens."""
+"""Units of the CPU beyond vectors of floats, `Units` of linear_call.h: AVX-512 VNNI, AMX, and AMX's products of
+bfloat16. Without integers a product's last bits differ, without tiles it only takes longer. With bfloat16 products of
+more than four tokens are rounded to that."""
 
 EXACT_UNITS = ("integers", "tiles")
 
@@ -43,7 +43,7 @@ class WeightStruct(ctypes.Structure):
 
 
 class AttentionStepStruct(ctypes.Structure):
-    """`AttentionStep` of attention.h."""
+    """`AttentionStep` of attention_step.h."""
 
     _fields_ = [
         ("cos", c_void_p), ("sin", c_void_p), ("query_start_loc", c_void_p), ("seq_lens", c_void_p),
@@ -85,7 +85,7 @@ class SamplingCallStruct(ctypes.Structure):
 
 _ATTENTION_TYPES = (c_void_p,) * 6
 _LINEAR_TYPES = (
-    c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int32, c_void_p, c_void_p
+    c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_float, c_int32, c_void_p, c_void_p, c_int32
 )  # fmt: skip
 
 

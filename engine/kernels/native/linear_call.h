@@ -42,6 +42,12 @@ struct Context {
   std::mutex mutex;  // one call at a time
 };
 
+inline int64_t num_out_rows(const Weight* weights, int64_t num_weights, int32_t swiglu) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < (swiglu ? 1 : num_weights); ++i) rows += weights[i].num_rows;
+  return rows;
+}
+
 struct LinearCall {
   const Weight* weights;
   int64_t num_weights;
@@ -51,12 +57,9 @@ struct LinearCall {
   float eps;
   int32_t swiglu;
   const float* residual;
-  float* out;  // contiguous
+  float* out;            // contiguous
+  int32_t is_exact = 0;  // whatever units there are
 
   int64_t num_cols() const { return weights[0].num_cols; }
-  int64_t out_stride() const {
-    int64_t rows = 0;
-    for (int64_t i = 0; i < (swiglu ? 1 : num_weights); ++i) rows += weights[i].num_rows;
-    return rows;
-  }
+  int64_t out_stride() const { return num_out_rows(weights, num_weights, swiglu); }
 };
