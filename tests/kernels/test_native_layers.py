@@ -17,13 +17,13 @@ from preload.engine.models.decoder import Decoder
 NUM_LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def decoder(open_library: Any, demo_weights: Any) -> Decoder:
+@pytest.fixture(scope="module", params=["native", "bfloat16"])
+def decoder(request: pytest.FixtureRequest, open_library: Any, demo_weights: Any) -> Decoder:
     spec, tensors, layouts = demo_weights
     spec = type(spec).from_dict({**spec.to_dict(), "num_layers": NUM_LAYERS})
     dropped = tuple(f"model.layers.{i}." for i in range(NUM_LAYERS, 30))
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
-    ops = native_ops(open_library("native", 2), torch.float32)
+    ops = native_ops(open_library(request.param, 2), torch.float32)
     return Decoder(spec, kept, layouts, torch.float32, ops)
 
 
@@ -44,9 +44,14 @@ def batch_of(lengths: list[int], before: list[int]) -> tuple[AttentionBatch, tor
 
 def test_layers_in_one_call_are_the_same_bits_as_their_operations(decoder: Decoder) -> None:
     assert isinstance(decoder._run_layers, NativeLayers)
-    caches = [KVCache(decoder.spec, 16, 16, torch.float32) for _ in range(2)]
+    caches = [KVCache(decoder.spec, 24, 16, decoder.cache_dtype) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
-    for lengths, before in (([1, 40, 7], [0, 0, 0]), ([1, 1, 1], [1, 40, 7])):  # then decoding after that
+    # Then decoding after that; and enough tokens that each thread has its own.
+    for lengths, before in (
+        ([1, 40, 7], [0, 0, 0]),
+        ([1, 1, 1], [1, 40, 7]),
+        ([60, 64, 64, 64, 30], [2, 0, 0, 0, 0]),
+    ):
         batch, positions = batch_of(lengths, before)
         hidden = torch.randn(len(positions), decoder.spec.hidden_size, generator=generator)
         rotation = decoder.rope(positions)
@@ -64,7 +69,7 @@ def test_a_new_cache_is_noticed(decoder: Decoder) -> None:
     batch, positions = batch_of([5], [0])
     hidden, rotation = torch.randn(5, decoder.spec.hidden_size), decoder.rope(positions)
     results = [
-        decoder._run_layers(hidden.clone(), rotation, KVCache(decoder.spec, 8, 16, torch.float32).layers, batch)
+        decoder._run_layers(hidden.clone(), rotation, KVCache(decoder.spec, 8, 16, decoder.cache_dtype).layers, batch)
         for _ in range(3)
     ]
     assert all(torch.equal(result, results[0]) for result in results)

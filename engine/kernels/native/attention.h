@@ -22,9 +22,11 @@ inline void attend_all(Context& context, const AttentionStep& step, float* qkv, 
       rotate_and_store<Kind>(step, t, qkv, keys, values);
   });
   const std::vector<AttentionTask> tasks = attention_tasks(step, Kind::query_tile(step));
-  context.pool.run(tasks.size() * step.num_kv_heads, [&](uint32_t i, int thread) {
-    const AttentionTask& task = tasks[tasks.size() - 1 - i / step.num_kv_heads];  // long ones first
-    Kind::attend(step, task, i % step.num_kv_heads, qkv, keys, values, out, scratch[thread].*kind);
+  const int64_t at_once = Kind::heads_at_once(step, tasks.size(), context.pool.num_threads());
+  const int64_t parts = step.num_kv_heads / at_once;  // of a task
+  context.pool.run(tasks.size() * parts, [&](uint32_t i, int thread) {
+    const AttentionTask& task = tasks[tasks.size() - 1 - i / parts];  // long ones first
+    Kind::attend(step, task, i % parts * at_once, at_once, qkv, keys, values, out, scratch[thread].*kind);
   });
 }
 

@@ -198,6 +198,10 @@ INLINE void brief_product(const uint8_t* x, const uint8_t* w, int64_t num_blocks
       multiply_brief<2, 4, 7>();
       multiply_brief<3, 5, 7>();
     }
+    for (int64_t i = at + kTileSize; i < at + 2 * kTileSize; i += 64) {  // of the next block
+      __builtin_prefetch(x + i, 0, 3);
+      if (kTwoTokens) __builtin_prefetch(other_x + i, 0, 3);
+    }
     meanwhile(block);
   }
 }

@@ -19,7 +19,7 @@ INLINE void round_sixteen(const float* from, uint16_t* to) {
 }
 
 struct BriefScratch {
-  Scratch queries, scores, weights, last, out;
+  Scratch queries, scores, weights, last, out, inverse_sums;
   std::vector<int64_t> tiles;
 
   static uint16_t* as_brief(Scratch& scratch, int64_t count) {
@@ -140,40 +140,59 @@ struct BriefAttention {
     }
   }
 
-  static void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, const float* qkv,
-                     const uint16_t* keys, const uint16_t* values, float* out, BriefScratch& scratch) {
-    const int64_t d = step.head_dim, group = step.group(), all_rows = task.count * group;
+  // All heads at once, if there are tasks enough: what one waits for hides behind another's work.
+  static int64_t heads_at_once(const AttentionStep& step, int64_t num_tasks, int num_threads) {
+    return num_tasks >= 4 * num_threads ? step.num_kv_heads : 1;
+  }
+
+  static void attend(const AttentionStep& step, const AttentionTask& task, int64_t first_head, int64_t num_heads,
+                     const float* qkv, const uint16_t* keys, const uint16_t* values, float* out,
+                     BriefScratch& scratch) {
+    const int64_t d = step.head_dim, group = step.group(), all_rows = task.count * group, tile = 16 * d;
     const int64_t longest = task.limit + task.count - 1, end = round_up(longest, 16);
     const int64_t stride = end + 32;  // so that rows of a power of two do not share their places in the cache
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+    const int64_t most_rows = std::min<int64_t>(16, all_rows), size = most_rows * stride;  // of a head
     find_tiles(step, task.request, longest, scratch.tiles);
-    keys += kv_head * step.head_size();
-    values += kv_head * step.head_size();
-    uint16_t* queries = BriefScratch::as_brief(scratch.queries, 16 * d);
-    uint16_t* weights = BriefScratch::as_brief(scratch.weights, 16 * stride);
-    uint16_t* last = BriefScratch::as_brief(scratch.last, 16 * d);
-    float *scores = scratch.scores.get(16 * stride), *sums = scratch.out.get(16 * d);
-    copy_values(values + scratch.tiles.back(), longest - end + 16, d, last);
+    keys += first_head * step.head_size();
+    values += first_head * step.head_size();
+    uint16_t* queries = BriefScratch::as_brief(scratch.queries, num_heads * tile);
+    uint16_t* weights = BriefScratch::as_brief(scratch.weights, num_heads * size);
+    uint16_t* last = BriefScratch::as_brief(scratch.last, num_heads * tile);
+    float *scores = scratch.scores.get(num_heads * size), *sums = scratch.out.get(num_heads * tile);
+    float* inverse_sums = scratch.inverse_sums.get(num_heads * 16);
+    for (int64_t h = 0; h < num_heads; ++h)
+      copy_values(values + h * step.head_size() + scratch.tiles.back(), longest - end + 16, d, last + h * tile);
     for (int64_t from = 0; from < all_rows; from += 16) {
       const int64_t rows = std::min<int64_t>(16, all_rows - from);
       const TileShapes shapes = brief_shapes(rows);
       auto token = [&](int64_t r) { return task.token + (from + r) / group; };
-      auto head = [&](int64_t r) { return kv_head * group + (from + r) % group; };
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < d; i += 16)
-          round_sixteen(qkv + token(r) * step.row_size() + head(r) * d + i, queries + r * d + i);
-      brief_scores(queries, keys, scratch.tiles, d, scores, stride);
-      float inverse_sums[16];
-      for (int64_t r = 0; r < rows; ++r)
-        inverse_sums[r] =
-            brief_softmax(scores + r * stride, task.limit + (from + r) / group, end, scale, weights + r * stride);
-      int64_t i = 0;
-      for (; i + 64 <= d; i += 64) brief_values<4>(weights, stride, values, last, scratch.tiles, d, i, sums);
-      if (i < d) brief_values<2>(weights, stride, values, last, scratch.tiles, d, i, sums);
-      for (int64_t r = 0; r < rows; ++r) {
-        float* to = out + (token(r) * step.num_heads + head(r)) * d;
-        for (i = 0; i < d; i += 16) store(to + i, load(sums + r * d + i) * splat(inverse_sums[r]));
+      auto head = [&](int64_t h, int64_t r) { return (first_head + h) * group + (from + r) % group; };
+      for (int64_t h = 0; h < num_heads; ++h) {
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t i = 0; i < d; i += 16)
+            round_sixteen(qkv + token(r) * step.row_size() + head(h, r) * d + i, queries + h * tile + r * d + i);
+        brief_scores(queries + h * tile, keys + h * step.head_size(), scratch.tiles, d, scores + h * size, stride);
       }
+      for (int64_t h = 0; h < num_heads; ++h)
+        for (int64_t r = 0; r < rows; ++r)
+          inverse_sums[h * 16 + r] = brief_softmax(scores + h * size + r * stride, task.limit + (from + r) / group, end,
+                                                   scale, weights + h * size + r * stride);
+      for (int64_t h = 0; h < num_heads; ++h) {
+        auto add = [&](int64_t i, auto chunks) {
+          brief_values<decltype(chunks)::value>(weights + h * size, stride, values + h * step.head_size(),
+                                                last + h * tile, scratch.tiles, d, i, sums + h * tile);
+        };
+        int64_t i = 0;
+        for (; i + 64 <= d; i += 64) add(i, std::integral_constant<int, 4>{});
+        if (i < d) add(i, std::integral_constant<int, 2>{});
+      }
+      for (int64_t h = 0; h < num_heads; ++h)
+        for (int64_t r = 0; r < rows; ++r) {
+          float* to = out + (token(r) * step.num_heads + head(h, r)) * d;
+          for (int64_t i = 0; i < d; i += 16)
+            store(to + i, load(sums + h * tile + r * d + i) * splat(inverse_sums[h * 16 + r]));
+        }
     }
   }
 };

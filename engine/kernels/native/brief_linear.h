@@ -15,28 +15,24 @@
 
 #if HAS_TILES
 
+constexpr int64_t kOwnTokens = 128;  // of a thread, from which on it rounds all weights for them
+
 INLINE bool is_brief(const Context& context, const LinearCall& call) {
   return context.units & kBfloat16 && !call.is_exact && call.num_tokens > kExactTokens && call.num_cols() % 32 == 0;
 }
 
-// Activations, normed if the call says so, as tiles[groups of 16 tokens][num_blocks].
-inline const uint8_t* prepare_brief(Context& context, const LinearCall& call) {
-  const int64_t cols = call.num_cols(), num_blocks = cols / 32, groups = (call.num_tokens + 15) / 16;
-  uint8_t* tiles = reinterpret_cast<uint8_t*>(context.brief.get(groups * num_blocks * kTileSize / 4));
-  auto group = [&](int64_t g, int thread) {
-    const int64_t count = std::min<int64_t>(16, call.num_tokens - 16 * g);
-    const float* x = call.x + 16 * g * call.x_stride;
-    int64_t stride = call.x_stride;
-    if (call.norm_weight) {
-      float* normed = context.sums[thread].get(16 * cols);
-      for (int64_t t = 0; t < count; ++t) rms_norm(x + t * stride, call.norm_weight, call.eps, cols, normed + t * cols);
-      x = normed;
-      stride = cols;
-    }
-    store_brief(x, stride, count, num_blocks, tiles + g * num_blocks * kTileSize);
-  };
-  context.pool.run(groups, group);
-  return tiles;
+// The activations of 16 tokens, normed if the call says so, as tiles[num_blocks].
+inline void prepare_sixteen(const LinearCall& call, int64_t first, Scratch& scratch, uint8_t* tiles) {
+  const int64_t cols = call.num_cols(), count = std::min<int64_t>(16, call.num_tokens - first);
+  const float* x = call.x + first * call.x_stride;
+  int64_t stride = call.x_stride;
+  if (call.norm_weight) {
+    float* normed = scratch.get(16 * cols);
+    for (int64_t t = 0; t < count; ++t) rms_norm(x + t * stride, call.norm_weight, call.eps, cols, normed + t * cols);
+    x = normed;
+    stride = cols;
+  }
+  store_brief(x, stride, count, cols / 32, tiles);
 }
 
 // Rows of a product, of vectors of 16 tokens.
@@ -50,6 +46,17 @@ struct BriefRows {
       for (int r = 0; r < 16; ++r) rows[r] = rows[r] * splat(w.scale[std::min(first + r, end - 1)]);
     if (w.bias)
       for (int r = 0; r < 16; ++r) rows[r] = rows[r] + splat(w.bias[std::min(first + r, end - 1)]);
+  }
+
+  // As the next operation's activations: pairs of rows are pairs of its columns. `tile`: of these 16 tokens, and the
+  // first row's pair.
+  INLINE void store_tile(uint8_t* tile) const {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int j = 0; j < 8; ++j) {
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(rows[2 * j + 1].v, rows[2 * j].v);
+      _mm512_store_si512(tile + 64 * j, _mm512_permutexvar_epi16(order, both));
+    }
   }
 
   // out[t * stride + r] (+ residual), of up to 16 rows and tokens.
@@ -107,6 +114,7 @@ class BriefWorker {
       };
       for (int64_t token = chunk->token; token < chunk->token_end; token += 32) {
         const uint8_t* x = x_ + token / 16 * size_;
+        if (call_.residual) ask_for_output(*chunk, token);
         if (chunk->token_end - token > 16) brief_product<true>(x, w, num_blocks_, meanwhile);
         else brief_product<false>(x, w, num_blocks_, meanwhile);
         finish_all();
@@ -122,6 +130,12 @@ class BriefWorker {
       std::swap(w, next_w);
     }
     finish_all();
+  }
+
+  // A residual is read and written again where another thread may have written last.
+  INLINE void ask_for_output(const BriefChunk& chunk, int64_t token) {
+    for (int64_t t = token; t < std::min(token + 32, chunk.token_end); ++t)
+      for (int64_t i = 0; i < 32; i += 16) __builtin_prefetch(call_.out + t * stride_ + chunk.column + i, 1, 3);
   }
 
   INLINE void finish_all() {
@@ -157,6 +171,10 @@ class BriefWorker {
   }
 
   INLINE void store(BriefRows& rows, int64_t row, int64_t token) {
+    if (call_.out_tiles) {
+      const int64_t column = done_->column + row, of_tokens = token / 16 * (stride_ / 32) * kTileSize;
+      return rows.store_tile(call_.out_tiles + of_tokens + column / 32 * kTileSize + column % 32 * 32);
+    }
     const int64_t at = token * stride_ + done_->column + row;
     rows.store_turned(std::min<int64_t>(16, done_->end - done_->first - row), std::min<int64_t>(16, done_->token_end - token),
                       call_.residual ? call_.residual + at : nullptr, call_.out + at, stride_);
@@ -179,23 +197,25 @@ inline int64_t brief_token_block(int64_t num_cols) {
   return std::clamp<int64_t>(kBytes / (2 * num_cols) / 32 * 32, 64, 512);
 }
 
-inline std::vector<BriefChunk> brief_chunks(const LinearCall& call) {
+// Of the tokens from `token` on.
+inline void append_chunks(const LinearCall& call, int64_t token, int64_t end, std::vector<BriefChunk>& chunks) {
   const int64_t num_columns = call.swiglu ? 1 : call.num_weights, rows = call.swiglu ? 16 : 32;
-  const int64_t at_once = brief_token_block(call.num_cols());
-  std::vector<BriefChunk> chunks;
-  for (int64_t token = 0; token < call.num_tokens; token += at_once) {
-    int64_t column = 0;
-    for (int64_t i = 0; i < num_columns; column += call.weights[i++].num_rows)
-      for (int64_t first = 0; first < call.weights[i].num_rows; first += rows)
-        chunks.push_back({i, first, std::min(first + rows, call.weights[i].num_rows), column + first, token,
-                          std::min(token + at_once, call.num_tokens)});
-  }
-  return chunks;
+  int64_t column = 0;
+  for (int64_t i = 0; i < num_columns; column += call.weights[i++].num_rows)
+    for (int64_t first = 0; first < call.weights[i].num_rows; first += rows)
+      chunks.push_back({i, first, std::min(first + rows, call.weights[i].num_rows), column + first, token, end});
 }
 
-inline void run_brief(Context& context, const LinearCall& call) {
-  const std::vector<BriefChunk> chunks = brief_chunks(call);
-  const uint8_t* x = prepare_brief(context, call);
+// Few tokens: each weight is rounded once, by whoever takes its chunk.
+inline void run_by_rows(Context& context, const LinearCall& call, uint8_t* x) {
+  const int64_t size = call.num_cols() / 32 * kTileSize, at_once = brief_token_block(call.num_cols());
+  if (!call.x_tiles)
+    context.pool.run((call.num_tokens + 15) / 16, [&](uint32_t group, int thread) {
+      prepare_sixteen(call, 16 * group, context.sums[thread], x + group * size);
+    });
+  std::vector<BriefChunk> chunks;
+  for (int64_t token = 0; token < call.num_tokens; token += at_once)
+    append_chunks(call, token, std::min(token + at_once, call.num_tokens), chunks);
   std::atomic<size_t> claimed{0};
   const int num_workers = std::min<int>(context.pool.num_threads(), chunks.size());
   auto claim = [&](bool ahead) -> const BriefChunk* {
@@ -206,5 +226,34 @@ inline void run_brief(Context& context, const LinearCall& call) {
   context.pool.run(num_workers, [&](uint32_t, int thread) {
     BriefWorker(call, x, num_workers, context.tiles[thread]).run(claim);
   });
+}
+
+// Many tokens: a thread rounds all weights for its own, since a line that another core has written takes longer to get
+// than weights to round. Threads keep to the same tokens from call to call, and help each other at the end.
+inline void run_by_tokens(Context& context, const LinearCall& call, uint8_t* x) {
+  const int64_t size = call.num_cols() / 32 * kTileSize, threads = context.pool.num_threads();
+  const int64_t share = round_up((call.num_tokens + 2 * threads - 1) / (2 * threads), 32);
+  const int64_t at_once = std::min(share, brief_token_block(call.num_cols()));
+  const int64_t num_ranges = (call.num_tokens + at_once - 1) / at_once;
+  std::vector<std::atomic<bool>> is_taken(num_ranges);
+  context.pool.run(num_ranges, [&](uint32_t, int thread) {
+    int64_t range = thread * num_ranges / threads;
+    while (is_taken[range].exchange(true)) range = (range + 1) % num_ranges;
+    const int64_t token = range * at_once, end = std::min(token + at_once, call.num_tokens);
+    for (int64_t first = token; first < end; first += 16)
+      if (!call.x_tiles) prepare_sixteen(call, first, context.sums[thread], x + first / 16 * size);
+    std::vector<BriefChunk> chunks;
+    append_chunks(call, token, end, chunks);
+    size_t next = 0;
+    auto claim = [&](bool) { return next < chunks.size() ? &chunks[next++] : nullptr; };
+    BriefWorker(call, x, 1, context.tiles[thread]).run(claim);
+  });
+}
+
+inline void run_brief(Context& context, const LinearCall& call) {
+  const int64_t groups = (call.num_tokens + 15) / 16, size = call.num_cols() / 32 * kTileSize;
+  uint8_t* x = call.x_tiles ? call.x_tiles : reinterpret_cast<uint8_t*>(context.brief.get(groups * size / 4));
+  if (call.num_tokens >= kOwnTokens * context.pool.num_threads()) run_by_tokens(context, call, x);
+  else run_by_rows(context, call, x);
 }
 #endif

@@ -159,7 +159,9 @@ struct FloatAttention {
     std::memcpy(values + lane * d, value, d * sizeof(float));
   }
 
-  static void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, const float* qkv,
+  static int64_t heads_at_once(const AttentionStep&, int64_t, int) { return 1; }
+
+  static void attend(const AttentionStep& step, const AttentionTask& task, int64_t kv_head, int64_t, const float* qkv,
                      const float* keys, const float* values, float* out, FloatScratch& scratch) {
     switch (step.head_dim) {
       case 64: return attend_by_chunks<4>(step, task, kv_head, qkv, keys, values, out, scratch);

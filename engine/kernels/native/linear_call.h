@@ -7,7 +7,7 @@
 
 #include <mutex>
 
-#include "planes.h"
+#include "amx.h"
 
 constexpr int64_t kExactTokens = 4;  // so many are multiplied exactly whatever the precision
 
@@ -59,6 +59,8 @@ struct LinearCall {
   const float* residual;
   float* out;            // contiguous
   int32_t is_exact = 0;  // whatever units there are
+  // Between two operations in bfloat16 (brief_linear.h), instead of x and of out.
+  uint8_t *x_tiles = nullptr, *out_tiles = nullptr;
 
   int64_t num_cols() const { return weights[0].num_cols; }
   int64_t out_stride() const { return num_out_rows(weights, num_weights, swiglu); }
