@@ -36,6 +36,10 @@ from .scheduler import Schedule, Scheduler, SchedulingOptions
 if TYPE_CHECKING:
     from .speculation.speculator import Speculator
 
+_AHEAD_BYTES = 512 << 20
+"""Of keys and values that are populated before they are needed, at most: a few dozen requests' worth."""
+_SLICE_BYTES = 2 << 20
+"""Populated at once, while a request may arrive."""
 _COMPILING_S = 0.01
 """How long a step without anything else to do waits for a grammar."""
 
@@ -70,6 +74,7 @@ class EngineCore:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.counters = Counters()
+        self._num_populated = 0  # blocks
         self.memory: MemoryProfile | None = None
         """What the size of the KV cache was decided by, if it was not given."""
         self.cache = KVCache(decoder.spec, num_blocks, block_size, decoder.cache_dtype, self.placement.empty)
@@ -228,6 +233,7 @@ class EngineCore:
             decoder.spec, num_blocks, block_size, decoder.cache_dtype, self.placement.empty
         )
         self.scheduler.pool = BlockPool(num_blocks, block_size)
+        self._num_populated = 0
         if self.speculator is not None:
             self.speculator.drafter.allocate_kv(num_blocks)
 
@@ -244,6 +250,21 @@ class EngineCore:
             self.runner.on_device.use_graphs(self.cache.layers, self.scheduler.token_budget)
             if self.speculator is not None:
                 self.speculator.drafter.use_graphs(self.scheduler.token_budget)
+
+    def populate_ahead(self) -> bool:
+        """Has memory found for some of the blocks that requests will get next: the first to write where a virtual
+        machine has never been waits for milliseconds. For when there is nothing else to do; False: done."""
+        if self.placement.device.type != "cpu" or self.placement.is_emulated:
+            return False
+        block_bytes = self.cache.num_bytes // self.cache.num_blocks
+        reached = self.scheduler.pool.num_reached
+        first = max(self._num_populated, reached)
+        end = min(self.cache.num_blocks, reached + _AHEAD_BYTES // block_bytes)
+        count = min(end - first, max(1, _SLICE_BYTES // block_bytes))
+        if count < 1 or not self.cache.populate(first, count):
+            return False
+        self._num_populated = first + count
+        return True
 
     @property
     def num_missing_graphs(self) -> int:

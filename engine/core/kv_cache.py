@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from preload.engine.huge_pages import private_memory
+from preload.engine.huge_pages import populate, private_memory
 from preload.engine.models.spec import ModelSpec
 
 from .prefix import BlockContent
@@ -38,6 +38,8 @@ class BlockPool:
             raise ValueError(f"a pool needs the null block and one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_reached = 1
+        """Blocks that lie before the first one that nobody has had yet."""
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_refs = [0] * num_blocks
         self._contents: dict[int, BlockContent] = {}
@@ -107,6 +109,7 @@ class BlockPool:
     def _take_free(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._num_refs[block] = 1
+        self.num_reached = max(self.num_reached, block + 1)
         content = self._contents.pop(block, None)
         if content is not None:
             del self._block_of[content.hash]
@@ -135,7 +138,7 @@ class KVCache:
     """Keys and values of every layer: one allocation, dtype[layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
     Within a block, the order is that of whichever kernels write and read it. The memory is not touched before it is
-    written, so unused blocks cost nothing; what they hold is garbage.
+    written, or populated, so blocks that are never used cost nothing; what they hold is garbage.
     """
 
     def __init__(
@@ -151,6 +154,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self._storage.numel() * self._storage.element_size()
+
+    def populate(self, first: int, count: int) -> bool:
+        """Has memory found for blocks of a cache on the host. False where the kernel does not."""
+        block_bytes = self.num_bytes // self.num_blocks
+        return populate(self._storage.data_ptr() + first * block_bytes, count * block_bytes)
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

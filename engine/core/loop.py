@@ -125,7 +125,7 @@ class StepLoop:
         if not self.core.has_work and self._drain_deadline_ns is None:
             if self.core.num_missing_graphs and self.inbox.empty():
                 self.core.capture_graph()  # one at a time, so that whoever comes waits for one at most
-            else:
+            elif self.standby or not self.inbox.empty() or not self.core.populate_ahead():
                 self._handle(self._wait())
         while not self.inbox.empty():
             self._handle(self.inbox.get())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import resource
 from collections.abc import Iterator
@@ -76,3 +77,38 @@ def test_the_largest_steps_leave_requests_alone(tiny: Any, make_core: Any, make_
         core.largest_steps()
         tokens += [t for o in core.step() for t in o.token_ids]
     assert tokens == tiny.greedy([4, 5, 6], 8)
+
+
+def resident_bytes(core: Any) -> int:
+    """Of the KV cache's memory; what nobody has touched is not resident."""
+    address, num_bytes = core.cache._storage.data_ptr(), core.cache.num_bytes
+    pages = (address % resource.getpagesize() + num_bytes + resource.getpagesize() - 1) // resource.getpagesize()
+    found = (ctypes.c_ubyte * pages)()
+    start = address // resource.getpagesize() * resource.getpagesize()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), found) == 0
+    return sum(page & 1 for page in found) * resource.getpagesize()
+
+
+def test_an_idle_core_has_memory_found_for_what_requests_will_need_and_no_more(
+    tiny_model: Any, make_core: Any, make_request: Any, run_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preload.engine.core.core._AHEAD_BYTES", 16 << 20)
+    core = make_core(tiny_model(), num_blocks=1 << 15)
+    assert core.cache.num_bytes == 64 << 20
+    assert resident_bytes(core) <= 2 << 20
+    num_slices = sum(1 for _ in iter(core.populate_ahead, False))
+    assert num_slices == 8
+    assert 16 << 20 <= resident_bytes(core) <= 20 << 20
+    run_core(core, make_request("r", [1, 2, 3], max_tokens=8))  # which takes three blocks
+    assert core.populate_ahead()
+    assert not core.populate_ahead()
+    core.allocate_kv(1 << 12)
+    assert sum(1 for _ in iter(core.populate_ahead, False)) == 4
+    assert resident_bytes(core) == core.cache.num_bytes
+
+
+def test_a_kernel_that_populates_nothing_is_not_asked_again_and_again(
+    tiny_model: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preload.engine.core.kv_cache.populate", lambda *_: False)
+    assert not make_core(tiny_model()).populate_ahead()
