@@ -10,7 +10,21 @@ from typing import Any
 
 from preload.engine.frontend.config import FrontendConfig
 
-from .options import STARTING_S, add_checkpoint, add_daemon, add_device, add_json, add_load, add_recipe, positive
+from .options import (
+    STARTING_S,
+    add_checkpoint,
+    add_daemon,
+    add_device,
+    add_json,
+    add_load,
+    add_options,
+    add_recipe,
+    given,
+    positive,
+)
+
+_COMPUTING = ("matmul_precision", "kv_cache_dtype")
+"""Of the server's settings, those that change how a single answer is computed."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="makes sampling repeatable")
     add_recipe(parser)
     add_device(parser, "host")
+    add_options(parser, FrontendConfig, only=_COMPUTING)
     add_load(parser)
     add_daemon(parser, STARTING_S)
     add_json(parser)
@@ -42,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         config_overrides=arguments.config_overrides,
         device=arguments.device,
         max_num_seqs=1,
+        **{name: value for name, value in given(arguments, FrontendConfig).items() if name in _COMPUTING},
     )
     config = with_generations(config, load=arguments.load, wait_s=arguments.wait_daemon)
     text, finish_reason, usage = asyncio.run(_stream(config, arguments))

@@ -14,13 +14,14 @@ STARTING_S = 5.0
 """How long a command that sets something up waits for a daemon that may just have been started."""
 
 
-def add_options(parser: argparse.ArgumentParser, config: type, skip: tuple[str, ...] = ()) -> None:
-    """One option for each field of a dataclass; `metadata` may say {"cli": False} or {"positional": True}.
+def add_options(parser: argparse.ArgumentParser, config: type, only: tuple[str, ...] = ()) -> None:
+    """One option for each field of a dataclass, or for `only` these; `metadata` may say {"cli": False} or
+    {"positional": True}.
 
     An option that is not given leaves no trace in the result, so that the dataclass's default holds."""
     hints = get_type_hints(config)
     for item in fields(config):
-        if item.name in skip or not item.metadata.get("cli", True):
+        if (only and item.name not in only) or not item.metadata.get("cli", True):
             continue
         text = str(item.metadata.get("help", ""))
         if item.metadata.get("positional"):

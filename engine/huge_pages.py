@@ -87,7 +87,7 @@ def populate(address: int, size_bytes: int) -> bool:
     """Has the kernel find memory for a range before anybody writes there. False where it does not (before Linux 5.14,
     or without free memory); nothing is lost then."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return _libc.madvise(start, address + size_bytes - start, _MADV_POPULATE_WRITE) == 0
+    return bool(_libc.madvise(start, address + size_bytes - start, _MADV_POPULATE_WRITE) == 0)
 
 
 class HugePages:

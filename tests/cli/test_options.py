@@ -36,6 +36,14 @@ def test_options_have_the_types_of_their_fields() -> None:
     }
 
 
+def test_only_some_fields_become_options_if_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, Config, only=("port",))
+    assert "--port" in parser.format_help()
+    assert "--share" not in parser.format_help()
+    assert "path" not in parser.format_help()
+
+
 def test_every_visible_field_is_in_the_help_and_no_hidden_one() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, Config)
