@@ -168,4 +168,4 @@ def test_what_torch_computes_is_said() -> None:
     ):
         tensors = make_tensors(layout, torch.float32, EXPERTS, stored)
         decoder = Decoder(EXPERTS, *tensors, torch.float32, TritonOps(CPU, torch.float32))
-        assert decoder.kernels == f"Triton kernels{note}"
+        assert decoder.kernels == f"Triton kernels{note}; keys and values in float32"
