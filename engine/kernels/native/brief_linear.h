@@ -176,7 +176,8 @@ class BriefWorker {
       return rows.store_tile(call_.out_tiles + of_tokens + column / 32 * kTileSize + column % 32 * 32);
     }
     const int64_t at = token * stride_ + done_->column + row;
-    rows.store_turned(std::min<int64_t>(16, done_->end - done_->first - row), std::min<int64_t>(16, done_->token_end - token),
+    const int64_t num_rows = std::min<int64_t>(16, done_->end - done_->first - row);
+    rows.store_turned(num_rows, std::min<int64_t>(16, done_->token_end - token),
                       call_.residual ? call_.residual + at : nullptr, call_.out + at, stride_);
   }
 
