@@ -86,15 +86,17 @@ def vllm_environment(folder: Path = FOLDER) -> Path:
 
 
 def make_environment(path: Path, packages: Sequence[str], without: Sequence[str] = ()) -> Path:
-    """The Python of a virtual environment that has `packages`, and nothing of ours."""
+    """The Python of a virtual environment that has `packages`, but for those that they bring and that it is to be
+    `without`, and nothing of ours."""
     python = path.absolute() / "bin" / "python"
     ready = path / ".ready"
     if not ready.exists():
         tell(f"installing {', '.join(packages)} into {path}")
         run([sys.executable, "-m", "venv", "--without-pip", str(path)])
-        run(
-            [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--prefer-binary", *packages]
-        )
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        run([*pip, "install", "--quiet", "--prefer-binary", *packages])
+        if without:
+            run([*pip, "uninstall", "--quiet", "--yes", *without])
         ready.touch()
     return python
 

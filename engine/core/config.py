@@ -71,7 +71,7 @@ class CoreConfig:
         "highest",
     )
     kv_cache_dtype: str = _help(
-        "dtype of keys and values: float32, bfloat16 (on a CPU: with AMX), or auto (as matmul_precision and "
+        "dtype of keys and values: float32, bfloat16 (on a CPU: with AVX-512 BF16 or AMX), or auto (as matmul_precision and "
         "compute_dtype say)",
         "auto",
     )

@@ -80,7 +80,7 @@ class FrontendConfig:
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "dtype of keys and values: float32, bfloat16 (half the memory; a CPU needs AMX for it), or auto "
+            "help": "dtype of keys and values: float32, bfloat16 (half the memory; a CPU needs AVX-512 BF16 or AMX for it), or auto "
             "(on a CPU bfloat16 if --matmul-precision is medium, else as --compute-dtype)",
             "choices": KV_CACHE_DTYPES,
         },

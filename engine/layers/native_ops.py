@@ -77,7 +77,7 @@ class NativeOps:
 
     def __init__(self, library: NativeLibrary, note: str, kv_cache_dtype: str = "auto") -> None:
         if kv_cache_dtype == "bfloat16" and "bfloat16" not in library.available_units:
-            raise RequestError("kv_cache_dtype is bfloat16, and this CPU multiplies none: that takes AMX")
+            raise RequestError("kv_cache_dtype is bfloat16, and this CPU multiplies none: that takes AVX-512 BF16 or AMX")
         self._kv_cache_dtype = kv_cache_dtype
         self.choose: Choose | None = NativeSampling(library)
         self._library = library

@@ -21,6 +21,7 @@ collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpre
 VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "native": ((), ("integers", "tiles")),
     "bfloat16": ((), ("integers", "tiles", "bfloat16")),
+    "bfloat16 without AMX": ((), ("integers", "bfloat16")),
     "without AMX": ((), ("integers",)),
     "without integers": ((), ()),
     "without AVX-512": (("-mno-avx512f",), ()),

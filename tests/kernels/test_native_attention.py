@@ -94,15 +94,16 @@ def test_attention_equals_the_reference(
 
 def in_bfloat16(library: NativeLibrary, heads: Heads) -> Attention:
     if "bfloat16" not in library.available_units:
-        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+        pytest.skip("the CPU or the compiler lacks AVX-512 BF16")
     return native_ops(library, torch.float32, "bfloat16").attention(heads)
 
 
 @pytest.mark.parametrize("shapes", BATCHES)
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 128), Heads(10, 2, 32), Heads(20, 1, 96)])
 @pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("variant", ["native", "without AMX"])
 def test_attention_in_bfloat16_is_rounded_to_that_and_no_more(
-    open_library: Any, block_size: int, heads: Heads, shapes: list[tuple[int, int]]
+    open_library: Any, variant: str, block_size: int, heads: Heads, shapes: list[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
     batch = make_batch(shapes, block_size)
@@ -116,21 +117,24 @@ def test_attention_in_bfloat16_is_rounded_to_that_and_no_more(
     query, key = (apply_rotary(part, *rotation).bfloat16() for part in (query, key))
     write_kv(caches[0], caches[1], key, value.bfloat16(), batch.slot_mapping)
     expected = paged_attention(query.float(), caches[0].float(), caches[1].float(), batch).flatten(1)
-    got = in_bfloat16(open_library("native", 2), heads)(qkv.flatten(1), rotation, native_caches, batch)
+    got = in_bfloat16(open_library(variant, 2), heads)(qkv.flatten(1), rotation, native_caches, batch)
     assert float((got - expected).norm() / expected.norm()) < 2e-3  # what is left: the weights' rounding
     for native, expected_cache in zip(native_caches, native_order(caches), strict=True):
         torch.testing.assert_close(native, expected_cache, atol=1e-6, rtol=0.01, equal_nan=True)
 
 
+@pytest.mark.parametrize("variant", ["native", "without AMX"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_gets_the_same_bits_decoded_or_prefilled(open_library: Any, dtype: torch.dtype) -> None:
+def test_a_token_gets_the_same_bits_decoded_or_prefilled(
+    open_library: Any, dtype: torch.dtype, variant: str
+) -> None:
     torch.manual_seed(0)
     heads = Heads(9, 3, 64)
     whole, last = make_batch([(0, 57)]), make_batch([(56, 1)])
     caches = native_order(caches_of(whole, heads).to(dtype))
     qkv = torch.randn(57, 15 * 64)
     rotation = torch.rand(57, 32), torch.rand(57, 32)
-    library = open_library("native", 2)
+    library = open_library(variant, 2)
     exact = native_ops(library, torch.float32).attention(heads)
     attend = in_bfloat16(library, heads) if dtype == torch.bfloat16 else exact
     prefilled = attend(qkv.clone(), rotation, caches, whole)
@@ -175,7 +179,7 @@ def test_what_the_kernels_do_not_cover_is_left_to_torch_and_said(open_library: A
 def test_caches_that_bfloat16_does_not_fit_stay_in_float32_or_are_refused_if_asked_for(open_library: Any) -> None:
     library, heads = open_library("bfloat16", 1), Heads(4, 2, 48)
     if "bfloat16" not in library.units:
-        pytest.skip("the CPU, the compiler or the kernel lacks AMX")
+        pytest.skip("the CPU or the compiler lacks AVX-512 BF16")
     ops = native_ops(library, torch.float32)
     assert ops.cache_dtype(Heads(4, 2, 64)) == torch.bfloat16
     assert ops.cache_dtype(heads) == torch.float32

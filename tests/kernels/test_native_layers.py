@@ -17,7 +17,7 @@ from preload.engine.models.decoder import Decoder
 NUM_LAYERS = 3
 
 
-@pytest.fixture(scope="module", params=["native", "bfloat16"])
+@pytest.fixture(scope="module", params=["native", "bfloat16", "bfloat16 without AMX"])
 def decoder(request: pytest.FixtureRequest, open_library: Any, demo_weights: Any) -> Decoder:
     spec, tensors, layouts = demo_weights
     spec = type(spec).from_dict({**spec.to_dict(), "num_layers": NUM_LAYERS})

@@ -6,7 +6,7 @@
 
 struct AttentionScratch {  // of one thread
   FloatScratch floats;
-#if HAS_TILES
+#if HAS_BRIEF
   BriefScratch brief;
 #endif
 };
@@ -32,13 +32,20 @@ inline void attend_all(Context& context, const AttentionStep& step, float* qkv, 
 
 // qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim], rotated in place; caches: [blocks], as their kind orders
 // them; out: [num_tokens, num_heads, head_dim]. head_dim: a multiple of 16, of 32 if the caches are bfloat16, which
-// needs AMX; block_size: a multiple of 16.
+// needs
+// AVX-512 BF16 or AMX; block_size: a multiple of 16.
 inline void run_attention(Context& context, const AttentionStep& step, float* qkv, void* keys, void* values, float* out,
                           std::vector<AttentionScratch>& scratch) {
   if (step.num_tokens == 0) return;
 #if HAS_TILES
+  if (step.is_brief && context.units & kTiles)
+    return attend_all<BriefAttention<TileAttention>>(context, step, qkv, keys, values, out, scratch,
+                                                     &AttentionScratch::brief);
+#endif
+#if HAS_BRIEF
   if (step.is_brief)
-    return attend_all<BriefAttention>(context, step, qkv, keys, values, out, scratch, &AttentionScratch::brief);
+    return attend_all<BriefAttention<VectorAttention>>(context, step, qkv, keys, values, out, scratch,
+                                                       &AttentionScratch::brief);
 #endif
   attend_all<FloatAttention>(context, step, qkv, keys, values, out, scratch, &AttentionScratch::floats);
 }

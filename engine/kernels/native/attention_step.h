@@ -64,6 +64,18 @@ inline void rotate_and_store(const AttentionStep& step, int64_t token, float* qk
   }
 }
 
+// Calls visit(first row, number of rows as a constant): four at a time, as many as leave the sums in registers.
+template <class Visit>
+INLINE void by_four_rows(int64_t rows, Visit&& visit) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) visit(r, std::integral_constant<int, 4>{});
+  switch (rows - r) {
+    case 1: visit(r, std::integral_constant<int, 1>{}); break;
+    case 2: visit(r, std::integral_constant<int, 2>{}); break;
+    case 3: visit(r, std::integral_constant<int, 3>{}); break;
+  }
+}
+
 // Where the tiles of a sequence's positions lie in the caches, for the first head.
 inline void find_tiles(const AttentionStep& step, int64_t request, int64_t longest, std::vector<int64_t>& tiles) {
   const int32_t* block = step.block_table + request * step.table_stride;

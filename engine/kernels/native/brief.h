@@ -1,18 +1,18 @@
-// Products in bfloat16, for whoever asks for them: `--matmul-precision medium`.
+// What products in bfloat16 are made of, for whoever asks for them: `--matmul-precision medium`.
 //
-// Weights and activations are rounded to bfloat16, products are added in float32 in AMX's tiles, from the first column
-// to the last: nothing leaves the unit in between, which is what the exact sums of integer_products.h pay for. A token's
-// bits differ from those of exact products, which few tokens keep getting.
+// Weights and activations are rounded to bfloat16, products are added in float32, from the first column to the last:
+// nothing is scaled in between, which is what the exact sums of integer_products.h pay for. A token's bits differ from
+// those of exact products, which few tokens keep getting. The order of both is AMX's, which suits vectors as well.
 //
 // A tile of weights is 16 rows by 32 columns, each row as its layout decodes it. A tile of activations is 16 pairs of
 // columns by 16 tokens, so those are turned when they are rounded, once for all weights; a product is 16 rows by 16
 // tokens, and is turned back when it leaves the unit.
 #pragma once
 
-#include "amx.h"
 #include "layouts.h"
+#include "planes.h"
 
-#if HAS_TILES
+#if HAS_BRIEF
 
 constexpr int64_t kTileSize = 1024;
 
@@ -174,35 +174,5 @@ struct BriefRow<Q8_0> {
 INLINE void fill_row(const Weight& w, int64_t row, int64_t ahead, uint8_t* to) {
   with_layout(w.layout,
               [&](auto layout) { BriefRow<decltype(layout)>::fill(row_of(w, row), w.num_cols, ahead, to); });
-}
-
-// Sums of 32 rows by 32 tokens, or by the first 16, in tiles 0 … 3: (rows, tokens), (other rows, tokens), (rows, other
-// tokens), (other rows, other tokens). 4, 5: weights; 6, 7: activations. Calls meanwhile(block) when a block is under
-// way: AMX works on its own, if it is not asked for much more at once than it has room for.
-template <bool kTwoTokens, class Meanwhile>
-INLINE void brief_product(const uint8_t* x, const uint8_t* w, int64_t num_blocks, Meanwhile&& meanwhile) {
-  const uint8_t *other_x = x + num_blocks * kTileSize, *other_w = w + num_blocks * kTileSize;
-  clear_tile<0>();
-  clear_tile<1>();
-  clear_tile<2>();
-  clear_tile<3>();
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t at = block * kTileSize;
-    load_tile<4>(w + at, 64);
-    load_tile<6>(x + at, 64);
-    multiply_brief<0, 4, 6>();
-    load_tile<5>(other_w + at, 64);
-    multiply_brief<1, 5, 6>();
-    if (kTwoTokens) {
-      load_tile<7>(other_x + at, 64);
-      multiply_brief<2, 4, 7>();
-      multiply_brief<3, 5, 7>();
-    }
-    for (int64_t i = at + kTileSize; i < at + 2 * kTileSize; i += 64) {  // of the next block
-      __builtin_prefetch(x + i, 0, 3);
-      if (kTwoTokens) __builtin_prefetch(other_x + i, 0, 3);
-    }
-    meanwhile(block);
-  }
 }
 #endif

@@ -1,18 +1,18 @@
-// Attention whose keys and values are kept in bfloat16, by AMX: attention_step.h says what it computes.
+// Attention whose keys and values are kept in bfloat16: attention_step.h says what it computes.
 //
-// Tiles are AMX's, of pairs of what it adds up:
+// Tiles are AMX's, of pairs of what it adds up, and suit vectors as well:
 //
 //   keys     [head_dim / 2 pairs of dimensions][16 positions][2]
 //   values   [head_dim / 16][8 pairs of positions][16 dimensions][2]
 //
-// A task's queries, up to 16 at once, are the rows of one tile. They and the softmax's exponentials are rounded to
+// A task's queries are taken up to 16 at once, the rows of one tile. They and the softmax's exponentials are rounded to
 // bfloat16; sums are float32.
 #pragma once
 
-#include "amx.h"
 #include "attention_step.h"
+#include "brief_product.h"
 
-#if HAS_TILES
+#if HAS_BRIEF
 
 INLINE void round_sixteen(const float* from, uint16_t* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(load(from).v));
@@ -27,30 +27,8 @@ struct BriefScratch {
   }
 };
 
-// Tiles of sums 0 … 3 have a row for each query, as have those of queries (4) and of weights (5); 6: keys, 7: values.
-INLINE TileShapes brief_shapes(int64_t rows) {
-  const uint8_t count = static_cast<uint8_t>(rows);
-  const TileShape sums{count, 64};
-  return TileShapes({sums, sums, sums, sums, {count, 64}, {count, 32}, {16, 64}, {8, 64}});
-}
-
 INLINE void prefetch_brief(const uint16_t* tile, int64_t d) {
   for (int64_t i = 0; i < 16 * d; i += 32) __builtin_prefetch(tile + i, 0, 2);
-}
-
-// scores[r * stride + p] = queries[r] · key of p, for all positions of the tiles. queries: [rows][d].
-inline void brief_scores(const uint16_t* queries, const uint16_t* keys, const std::vector<int64_t>& tiles, int64_t d,
-                         float* scores, int64_t stride) {
-  for (size_t t = 0; t < tiles.size(); ++t) {
-    if (t + kTilesAhead < tiles.size()) prefetch_brief(keys + tiles[t + kTilesAhead], d);
-    clear_tile<0>();
-    for (int64_t i = 0; i < d; i += 32) {
-      load_tile<4>(queries + i, d * 2);
-      load_tile<6>(keys + tiles[t] + i * 16, 64);
-      multiply_brief<0, 4, 6>();
-    }
-    store_tile<0>(scores + t * 16, stride * 4);
-  }
 }
 
 // 2ˣ of x ≤ 0 with a relative error of 5·10⁻⁵, a fortieth of what rounding to bfloat16 costs; 0 below −126.
@@ -91,36 +69,120 @@ INLINE void copy_values(const uint16_t* tile, int64_t count, int64_t d, uint16_t
   }
 }
 
-// out[r * d + i] = Σ over positions of weights[r * stride + p] · value of p, for all dimensions from `first` on, up to 64.
-// The last tile of values is read from `last`.
-template <int kChunks>
-inline void brief_values(const uint16_t* weights, int64_t stride, const uint16_t* values, const uint16_t* last,
-                         const std::vector<int64_t>& tiles, int64_t d, int64_t first, float* out) {
-  clear_tile<0>();
-  clear_tile<1>();
-  clear_tile<2>();
-  clear_tile<3>();
-  for (size_t t = 0; t < tiles.size(); ++t) {
-    if (first == 0 && t + kTilesAhead < tiles.size()) prefetch_brief(values + tiles[t + kTilesAhead], d);
-    const uint16_t* tile = (t + 1 < tiles.size() ? values + tiles[t] : last) + first * 16;
-    load_tile<5>(weights + t * 16, stride * 2);
-    load_tile<7>(tile, 64);
-    multiply_brief<0, 5, 7>();
-    load_tile<7>(tile + 256, 64);
-    multiply_brief<1, 5, 7>();
-    if (kChunks == 2) continue;
-    load_tile<7>(tile + 512, 64);
-    multiply_brief<2, 5, 7>();
-    load_tile<7>(tile + 768, 64);
-    multiply_brief<3, 5, 7>();
-  }
-  store_tile<0>(out + first, d * 4);
-  store_tile<1>(out + first + 16, d * 4);
-  if (kChunks == 2) return;
-  store_tile<2>(out + first + 32, d * 4);
-  store_tile<3>(out + first + 48, d * 4);
-}
+// A unit makes two products of a task's rows, of which there are as many as it was made for:
+//   scores   out[r * stride + p] = queries[r] · key of p, for all positions of the tiles; queries: [rows][d]
+//   values   out[r * d + i] = Σ over positions of weights[r * stride + p] · value of p, for kChunks times 16 dimensions
+//            from `first` on; the last tile of values is read from `last`
+#if HAS_TILES
 
+// AMX: sums 0 … 3 have a row for each query, as have queries (4) and weights (5); 6: keys, 7: values.
+struct TileAttention {
+  explicit TileAttention(int64_t rows) : shapes(shapes_of(static_cast<uint8_t>(rows))) {}
+
+  static INLINE TileShapes shapes_of(uint8_t rows) {
+    const TileShape sums{rows, 64};
+    return TileShapes({sums, sums, sums, sums, {rows, 64}, {rows, 32}, {16, 64}, {8, 64}});
+  }
+
+  INLINE void scores(const uint16_t* queries, const uint16_t* keys, const std::vector<int64_t>& tiles, int64_t d,
+                     float* out, int64_t stride) const {
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      if (t + kTilesAhead < tiles.size()) prefetch_brief(keys + tiles[t + kTilesAhead], d);
+      clear_tile<0>();
+      for (int64_t i = 0; i < d; i += 32) {
+        load_tile<4>(queries + i, d * 2);
+        load_tile<6>(keys + tiles[t] + i * 16, 64);
+        multiply_brief<0, 4, 6>();
+      }
+      store_tile<0>(out + t * 16, stride * 4);
+    }
+  }
+
+  template <int kChunks>
+  INLINE void values(const uint16_t* weights, int64_t stride, const uint16_t* from, const uint16_t* last,
+                     const std::vector<int64_t>& tiles, int64_t d, int64_t first, float* out) const {
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      if (first == 0 && t + kTilesAhead < tiles.size()) prefetch_brief(from + tiles[t + kTilesAhead], d);
+      const uint16_t* tile = (t + 1 < tiles.size() ? from + tiles[t] : last) + first * 16;
+      load_tile<5>(weights + t * 16, stride * 2);
+      load_tile<7>(tile, 64);
+      multiply_brief<0, 5, 7>();
+      load_tile<7>(tile + 256, 64);
+      multiply_brief<1, 5, 7>();
+      if (kChunks == 2) continue;
+      load_tile<7>(tile + 512, 64);
+      multiply_brief<2, 5, 7>();
+      load_tile<7>(tile + 768, 64);
+      multiply_brief<3, 5, 7>();
+    }
+    store_tile<0>(out + first, d * 4);
+    store_tile<1>(out + first + 16, d * 4);
+    if (kChunks == 2) return;
+    store_tile<2>(out + first + 32, d * 4);
+    store_tile<3>(out + first + 48, d * 4);
+  }
+
+  const TileShapes shapes;
+};
+#endif
+
+// Vectors: a lane is a position of scores, and a dimension of values.
+struct VectorAttention {
+  explicit VectorAttention(int64_t rows) : rows(rows) {}
+
+  INLINE void scores(const uint16_t* queries, const uint16_t* keys, const std::vector<int64_t>& tiles, int64_t d,
+                     float* out, int64_t stride) const {
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      if (t + kTilesAhead < tiles.size()) prefetch_brief(keys + tiles[t + kTilesAhead], d);
+      const uint16_t* tile = keys + tiles[t];
+      by_four_rows(rows, [&](int64_t first, auto count) {
+        constexpr int kRows = decltype(count)::value;
+        V sums[kRows][2];  // of even and of odd pairs
+        for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = zero();
+        for (int64_t i = 0; i < d; i += 4)
+          for (int odd = 0; odd < 2; ++odd) {
+            const __m512i key = _mm512_loadu_si512(tile + 16 * (i + 2 * odd));
+            for (int r = 0; r < kRows; ++r)
+              sums[r][odd] = multiply_pairs(sums[r][odd], splat_pair(queries + (first + r) * d + i + 2 * odd), key);
+          }
+        for (int r = 0; r < kRows; ++r) store(out + (first + r) * stride + t * 16, sums[r][0] + sums[r][1]);
+      });
+    }
+  }
+
+  template <int kChunks>
+  INLINE void values(const uint16_t* weights, int64_t stride, const uint16_t* from, const uint16_t* last,
+                     const std::vector<int64_t>& tiles, int64_t d, int64_t first, float* out) const {
+    by_four_rows(rows, [&](int64_t row, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      V sums[kRows][kChunks];
+      for (int r = 0; r < kRows; ++r)
+        for (int c = 0; c < kChunks; ++c) sums[r][c] = zero();
+      for (size_t t = 0; t < tiles.size(); ++t) {
+        if (first == 0 && row == 0 && t + kTilesAhead < tiles.size()) prefetch_brief(from + tiles[t + kTilesAhead], d);
+        const uint16_t* tile = (t + 1 < tiles.size() ? from + tiles[t] : last) + first * 16;
+        for (int64_t pair = 0; pair < 8; ++pair) {
+          __m512i value[kChunks];
+          for (int c = 0; c < kChunks; ++c) value[c] = _mm512_loadu_si512(tile + 256 * c + 32 * pair);
+          for (int r = 0; r < kRows; ++r) {
+            const __m512i weight = splat_pair(weights + (row + r) * stride + t * 16 + 2 * pair);
+            for (int c = 0; c < kChunks; ++c) sums[r][c] = multiply_pairs(sums[r][c], weight, value[c]);
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r)
+        for (int c = 0; c < kChunks; ++c) store(out + (row + r) * d + first + 16 * c, sums[r][c]);
+    });
+  }
+
+  const int64_t rows;
+};
+
+template <class Unit>
 struct BriefAttention {
   using Element = uint16_t;
   using Scratch = BriefScratch;
@@ -165,14 +227,14 @@ struct BriefAttention {
       copy_values(values + h * step.head_size() + scratch.tiles.back(), longest - end + 16, d, last + h * tile);
     for (int64_t from = 0; from < all_rows; from += 16) {
       const int64_t rows = std::min<int64_t>(16, all_rows - from);
-      const TileShapes shapes = brief_shapes(rows);
+      const Unit unit(rows);
       auto token = [&](int64_t r) { return task.token + (from + r) / group; };
       auto head = [&](int64_t h, int64_t r) { return (first_head + h) * group + (from + r) % group; };
       for (int64_t h = 0; h < num_heads; ++h) {
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t i = 0; i < d; i += 16)
             round_sixteen(qkv + token(r) * step.row_size() + head(h, r) * d + i, queries + h * tile + r * d + i);
-        brief_scores(queries + h * tile, keys + h * step.head_size(), scratch.tiles, d, scores + h * size, stride);
+        unit.scores(queries + h * tile, keys + h * step.head_size(), scratch.tiles, d, scores + h * size, stride);
       }
       for (int64_t h = 0; h < num_heads; ++h)
         for (int64_t r = 0; r < rows; ++r)
@@ -180,8 +242,8 @@ struct BriefAttention {
                                                    scale, weights + h * size + r * stride);
       for (int64_t h = 0; h < num_heads; ++h) {
         auto add = [&](int64_t i, auto chunks) {
-          brief_values<decltype(chunks)::value>(weights + h * size, stride, values + h * step.head_size(),
-                                                last + h * tile, scratch.tiles, d, i, sums + h * tile);
+          unit.template values<decltype(chunks)::value>(weights + h * size, stride, values + h * step.head_size(),
+                                                        last + h * tile, scratch.tiles, d, i, sums + h * tile);
         };
         int64_t i = 0;
         for (; i + 64 <= d; i += 64) add(i, std::integral_constant<int, 4>{});

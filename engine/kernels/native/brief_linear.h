@@ -1,19 +1,19 @@
-// A linear operation in bfloat16 (brief.h), shared among the threads.
+// A linear operation in bfloat16 (brief_product.h), shared among the threads.
 //
 // Rows are taken 32 at a time, a chunk: of one weight, or 16 of each of the two that SwiGLU takes. What surrounds a
 // product is done when it has left the unit, while its rows are vectors of 16 tokens; then it is turned and stored.
 // AMX works on its own, so a thread does two other things meanwhile: it finishes the product before, and rounds the
-// weights of the next chunk.
+// weights of the next chunk. (By vectors it does the same, between them.)
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
-#include "brief.h"
+#include "brief_product.h"
 #include "elementwise.h"
 #include "linear_call.h"
 
-#if HAS_TILES
+#if HAS_BRIEF
 
 constexpr int64_t kOwnTokens = 128;  // of a thread, from which on it rounds all weights for them
 
@@ -81,7 +81,8 @@ struct BriefChunk {
   int64_t weight, first, end, column, token, token_end;  // column: where its rows are in the output
 };
 
-// One thread's work on a call.
+// One thread's work on a call, by a unit of brief_product.h.
+template <class Unit>
 class BriefWorker {
  public:
   BriefWorker(const LinearCall& call, const uint8_t* x, int num_workers, Scratch& scratch)
@@ -91,7 +92,6 @@ class BriefWorker {
   // claim(ahead): → the next chunk, null when there is none, or, ahead of its turn, when others should have it.
   template <class Claim>
   void run(Claim&& claim) {
-    const TileShapes shapes({});
     while (const BriefChunk* chunk = claim(false)) run_from(chunk, claim);
   }
 
@@ -105,7 +105,7 @@ class BriefWorker {
       const BriefChunk* next = claim(true);
       const int64_t num_steps = (chunk->token_end - chunk->token + 31) / 32 * num_blocks_;
       int64_t filled = 0, step = 0;
-      auto meanwhile = [&](int64_t block) {
+      auto meanwhile = [&](int64_t) {
         if (num_unfinished_ > 0) finish_one();
         if (!next) return;
         const int64_t due = 32 * ++step / num_steps;
@@ -115,16 +115,13 @@ class BriefWorker {
       for (int64_t token = chunk->token; token < chunk->token_end; token += 32) {
         const uint8_t* x = x_ + token / 16 * size_;
         if (call_.residual) ask_for_output(*chunk, token);
-        if (chunk->token_end - token > 16) brief_product<true>(x, w, num_blocks_, meanwhile);
-        else brief_product<false>(x, w, num_blocks_, meanwhile);
-        finish_all();
-        store_tile<0>(products_, 64);
-        store_tile<1>(products_ + 256, 64);
-        store_tile<2>(products_ + 512, 64);
-        store_tile<3>(products_ + 768, 64);
+        const bool is_two = chunk->token_end - token > 16;
+        auto free = [&] { finish_all(); };
+        if (is_two) unit_.template multiply<true>(x, w, num_blocks_, products_, meanwhile, free);
+        else unit_.template multiply<false>(x, w, num_blocks_, products_, meanwhile, free);
         done_ = chunk;
         token_ = token;
-        num_unfinished_ = chunk->token_end - token > 16 ? 2 : 1;
+        num_unfinished_ = is_two ? 2 : 1;
       }
       chunk = next;
       std::swap(w, next_w);
@@ -181,6 +178,7 @@ class BriefWorker {
                       call_.residual ? call_.residual + at : nullptr, call_.out + at, stride_);
   }
 
+  const Unit unit_{};
   const LinearCall& call_;
   const uint8_t* x_;
   const int num_workers_;                     // who take chunks in turn
@@ -208,6 +206,7 @@ inline void append_chunks(const LinearCall& call, int64_t token, int64_t end, st
 }
 
 // Few tokens: each weight is rounded once, by whoever takes its chunk.
+template <class Unit>
 inline void run_by_rows(Context& context, const LinearCall& call, uint8_t* x) {
   const int64_t size = call.num_cols() / 32 * kTileSize, at_once = brief_token_block(call.num_cols());
   if (!call.x_tiles)
@@ -225,12 +224,13 @@ inline void run_by_rows(Context& context, const LinearCall& call, uint8_t* x) {
     return i < chunks.size() ? &chunks[i] : nullptr;
   };
   context.pool.run(num_workers, [&](uint32_t, int thread) {
-    BriefWorker(call, x, num_workers, context.tiles[thread]).run(claim);
+    BriefWorker<Unit>(call, x, num_workers, context.tiles[thread]).run(claim);
   });
 }
 
 // Many tokens: a thread rounds all weights for its own, since a line that another core has written takes longer to get
 // than weights to round. Threads keep to the same tokens from call to call, and help each other at the end.
+template <class Unit>
 inline void run_by_tokens(Context& context, const LinearCall& call, uint8_t* x) {
   const int64_t size = call.num_cols() / 32 * kTileSize, threads = context.pool.num_threads();
   const int64_t share = round_up((call.num_tokens + 2 * threads - 1) / (2 * threads), 32);
@@ -247,14 +247,26 @@ inline void run_by_tokens(Context& context, const LinearCall& call, uint8_t* x) 
     append_chunks(call, token, end, chunks);
     size_t next = 0;
     auto claim = [&](bool) { return next < chunks.size() ? &chunks[next++] : nullptr; };
-    BriefWorker(call, x, 1, context.tiles[thread]).run(claim);
+    BriefWorker<Unit>(call, x, 1, context.tiles[thread]).run(claim);
   });
 }
+
+template <class T>
+struct Named {
+  using Type = T;
+};
 
 inline void run_brief(Context& context, const LinearCall& call) {
   const int64_t groups = (call.num_tokens + 15) / 16, size = call.num_cols() / 32 * kTileSize;
   uint8_t* x = call.x_tiles ? call.x_tiles : reinterpret_cast<uint8_t*>(context.brief.get(groups * size / 4));
-  if (call.num_tokens >= kOwnTokens * context.pool.num_threads()) run_by_tokens(context, call, x);
-  else run_by_rows(context, call, x);
+  auto run = [&](auto unit) {
+    using Unit = typename decltype(unit)::Type;
+    if (call.num_tokens >= kOwnTokens * context.pool.num_threads()) run_by_tokens<Unit>(context, call, x);
+    else run_by_rows<Unit>(context, call, x);
+  };
+#if HAS_TILES
+  if (context.units & kTiles) return run(Named<BriefTiles>{});
+#endif
+  run(Named<BriefVectors>{});
 }
 #endif

@@ -32,18 +32,6 @@ INLINE void tile_scores(const float* const* queries, const float* keys, const in
       store(scores + r * stride + 16 * t, (sums[r][t][0] + sums[r][t][1]) * splat(scale));
 }
 
-// Calls visit(first row, number of rows as a constant): four at a time, as many as leave the sums in registers.
-template <class Visit>
-INLINE void by_four_rows(int64_t rows, Visit&& visit) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) visit(r, std::integral_constant<int, 4>{});
-  switch (rows - r) {
-    case 1: visit(r, std::integral_constant<int, 1>{}); break;
-    case 2: visit(r, std::integral_constant<int, 2>{}); break;
-    case 3: visit(r, std::integral_constant<int, 3>{}); break;
-  }
-}
-
 // Scores → exponentials of their distance to the largest, zeros from `limit` to `end`; returns 1 / their sum.
 inline float softmax(float* scores, int64_t limit, int64_t end) {
   std::fill(scores + limit, scores + round_up(limit, 16), -INFINITY);

@@ -31,7 +31,7 @@ inline LinearCall call_of(const LinearPart& part, int64_t num_tokens, const floa
 // What is between the two is rounded once, where both are in bfloat16, and never leaves AMX's order.
 inline void run_feed_forward(Context& context, LinearCall gated, LinearCall down, Scratch& inner) {
   const int64_t num_tokens = gated.num_tokens;
-#if HAS_TILES
+#if HAS_BRIEF
   if (is_brief(context, gated) && is_brief(context, down)) {
     const int64_t num_tiles = (num_tokens + 15) / 16 * (down.num_cols() / 32);
     gated.out_tiles = down.x_tiles = reinterpret_cast<uint8_t*>(inner.get(num_tiles * kTileSize / 4));

@@ -22,9 +22,9 @@ LAYOUT_IDS: dict[str, int] = {
 """Numbers of layouts.h. A dense weight's dtype is part of its name here."""
 
 UNITS: dict[str, int] = {"integers": 1, "tiles": 2, "bfloat16": 4}
-"""Units of the CPU beyond vectors of floats, `Units` of linear_call.h: AVX-512 VNNI, AMX, and AMX's products of
-bfloat16. Without integers a product's last bits differ, without tiles it only takes longer. With bfloat16 products of
-more than four tokens are rounded to that."""
+"""Units of the CPU beyond vectors of floats, `Units` of linear_call.h: AVX-512 VNNI, AMX, and products of bfloat16, by
+AMX or else by AVX-512 BF16. Without integers a product's last bits differ, without tiles it only takes longer. With
+bfloat16 products of more than four tokens are rounded to that."""
 
 EXACT_UNITS = ("integers", "tiles")
 

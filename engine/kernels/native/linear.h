@@ -88,7 +88,7 @@ inline int64_t rows_per_task(const Context& context, const LinearCall& call, int
 
 inline void run_linear(Context& context, const LinearCall& call) {
   if (call.num_tokens == 0) return;
-#if HAS_TILES
+#if HAS_BRIEF
   if (is_brief(context, call)) return run_brief(context, call);
 #endif
   int64_t total_rows = 0;

@@ -13,8 +13,8 @@ constexpr int64_t kExactTokens = 4;  // so many are multiplied exactly whatever 
 
 // Which units of the CPU a session may use beyond vectors of floats; numbers shared with native/library.py. Results of
 // kIntegers differ from those without in their last bits, those of kTiles do not. kBfloat16 rounds to it what more than
-// kExactTokens tokens are multiplied with, for whoever wants speed more than accuracy; rows that are no whole blocks of
-// 32 columns stay exact.
+// kExactTokens tokens are multiplied with, by tiles or else by vectors, for whoever wants speed more than accuracy; rows
+// that are no whole blocks of 32 columns stay exact.
 enum Units : int32_t { kIntegers = 1, kTiles = 2, kBfloat16 = 4 };
 
 inline int32_t available_units() {
@@ -23,7 +23,10 @@ inline int32_t available_units() {
   units |= kIntegers;
 #endif
 #if HAS_TILES
-  if (may_use_tiles()) units |= kTiles | kBfloat16;
+  if (may_use_tiles()) units |= kTiles;
+#endif
+#if HAS_BRIEF
+  units |= kBfloat16;
 #endif
   return units;
 }

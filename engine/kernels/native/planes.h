@@ -15,9 +15,15 @@
 #include "layouts.h"
 #include "pool.h"
 
+#if HAS_WIDE && defined(__AVX512BF16__)
+#define HAS_BRIEF 1
+#else
+#define HAS_BRIEF 0
+#endif
+
 #if HAS_WIDE && defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define HAS_INTEGERS 1
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__x86_64__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && HAS_BRIEF && defined(__x86_64__)
 #define HAS_TILES 1
 #endif
 
