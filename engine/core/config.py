@@ -67,12 +67,12 @@ class CoreConfig:
         "background",
     )
     matmul_precision: str = _help(
-        "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium (bfloat16)",
+        "on a CPU, of products of more than a few tokens: highest (exact beside float32), or medium (bfloat16)",
         "highest",
     )
     kv_cache_dtype: str = _help(
-        "dtype of keys and values: float32, bfloat16 (on a CPU: with AVX-512 BF16 or AMX), or auto (as matmul_precision and "
-        "compute_dtype say)",
+        "dtype of keys and values: float32, bfloat16 (on a CPU: with AVX-512 BF16 or AMX), or auto (as "
+        "matmul_precision and compute_dtype say)",
         "auto",
     )
     attention_backend: str = _help(

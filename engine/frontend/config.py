@@ -72,7 +72,7 @@ class FrontendConfig:
     matmul_precision: str = field(
         default="highest",
         metadata={
-            "help": "on a CPU, of products of more than four tokens: highest (exact beside float32), or medium "
+            "help": "on a CPU, of products of more than a few tokens: highest (exact beside float32), or medium "
             "(bfloat16: prompts and large batches are faster)",
             "choices": MATMUL_PRECISIONS,
         },
@@ -80,8 +80,8 @@ class FrontendConfig:
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "dtype of keys and values: float32, bfloat16 (half the memory; a CPU needs AVX-512 BF16 or AMX for it), or auto "
-            "(on a CPU bfloat16 if --matmul-precision is medium, else as --compute-dtype)",
+            "help": "dtype of keys and values: float32, bfloat16 (half the memory; a CPU needs AVX-512 BF16 or AMX "
+            "for it), or auto (on a CPU bfloat16 if --matmul-precision is medium, else as --compute-dtype)",
             "choices": KV_CACHE_DTYPES,
         },
     )

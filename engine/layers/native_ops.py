@@ -2,7 +2,7 @@
 
 Owns the translation of weights, caches and batches to the C structures of native/library.py, done once per weight
 and once per step. Results are the same bits for a token whatever batch it is in and whatever the number of threads,
-unless products are in bfloat16: then those of up to four tokens are exact, and others are not.
+unless products are in bfloat16: then those of a few tokens are exact, and others are not.
 What the kernels do not cover (a head_dim that is no multiple of 16, float16 activations, layouts made for GPUs) is
 left to TorchOps, and `describe` says so. Weights are read where they are mapped; nothing is copied or written.
 """
@@ -63,7 +63,7 @@ def native_ops(library: NativeLibrary, dtype: torch.dtype, kv_cache_dtype: str =
     units = "".join(f" and {name}" for unit, name in _UNIT_NAMES.items() if unit in library.units)
     note = f"native {width}{units} kernels on {library.num_threads} threads ({library.path.name})"
     if "bfloat16" in library.units:
-        note += ", products of more than 4 tokens in bfloat16"
+        note += f", products of more than {library.exact_tokens} tokens in bfloat16"
     if dtype == torch.float32:
         return NativeOps(library, note, kv_cache_dtype)
     check_cache_dtype(kv_cache_dtype, dtype)
@@ -77,7 +77,9 @@ class NativeOps:
 
     def __init__(self, library: NativeLibrary, note: str, kv_cache_dtype: str = "auto") -> None:
         if kv_cache_dtype == "bfloat16" and "bfloat16" not in library.available_units:
-            raise RequestError("kv_cache_dtype is bfloat16, and this CPU multiplies none: that takes AVX-512 BF16 or AMX")
+            raise RequestError(
+                "kv_cache_dtype is bfloat16, but this CPU has neither AVX-512 BF16 nor AMX to multiply it"
+            )
         self._kv_cache_dtype = kv_cache_dtype
         self.choose: Choose | None = NativeSampling(library)
         self._library = library

@@ -18,7 +18,8 @@
 constexpr int64_t kOwnTokens = 128;  // of a thread, from which on it rounds all weights for them
 
 INLINE bool is_brief(const Context& context, const LinearCall& call) {
-  return context.units & kBfloat16 && !call.is_exact && call.num_tokens > kExactTokens && call.num_cols() % 32 == 0;
+  return context.units & kBfloat16 && !call.is_exact && call.num_tokens > context.exact_tokens() &&
+         call.num_cols() % 32 == 0;
 }
 
 // The activations of 16 tokens, normed if the call says so, as tiles[num_blocks].

@@ -21,6 +21,9 @@ int32_t preload_available_units() { return available_units(); }
 // units: those that the session may use; it uses what is available of them.
 Session* preload_open(int32_t num_threads, int32_t units) { return new Session(num_threads, units); }
 
+// Calls of at most so many tokens are exact even where others are in bfloat16.
+int64_t preload_exact_tokens(const Session* session) { return session->context.exact_tokens(); }
+
 void preload_linear(Session* session, const Weight* weights, int64_t num_weights, const float* x, int64_t x_stride,
                     int64_t num_tokens, const float* norm_weight, float eps, int32_t swiglu, const float* residual,
                     float* out, int32_t is_exact) {

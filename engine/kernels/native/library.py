@@ -22,9 +22,9 @@ LAYOUT_IDS: dict[str, int] = {
 """Numbers of layouts.h. A dense weight's dtype is part of its name here."""
 
 UNITS: dict[str, int] = {"integers": 1, "tiles": 2, "bfloat16": 4}
-"""Units of the CPU beyond vectors of floats, `Units` of linear_call.h: AVX-512 VNNI, AMX, and products of bfloat16, by
-AMX or else by AVX-512 BF16. Without integers a product's last bits differ, without tiles it only takes longer. With
-bfloat16 products of more than four tokens are rounded to that."""
+"""Units of the CPU beyond vectors of floats, `Units` of linear_call.h: AVX-512 VNNI, AMX, and products of bfloat16,
+by AMX or else by AVX-512 BF16. Without integers a product's last bits differ, without tiles it only takes longer.
+With bfloat16 products of more than `exact_tokens` tokens are rounded to that."""
 
 EXACT_UNITS = ("integers", "tiles")
 
@@ -103,11 +103,13 @@ class NativeLibrary:
         except OSError as error:
             raise KernelsUnavailableError(f"cannot load {path}: {error}") from error
         holding.preload_open.restype = c_void_p
+        holding.preload_exact_tokens.restype = c_int64
         self.has_wide_vectors = bool(holding.preload_has_wide_vectors())
         available = holding.preload_available_units()
         self.available_units = frozenset(name for name, unit in UNITS.items() if available & unit)
         self.units = self.available_units.intersection(allowed_units)
         self.session = c_void_p(holding.preload_open(num_threads, sum(UNITS[name] for name in self.units)))
+        self.exact_tokens: int = holding.preload_exact_tokens(self.session)
         for library in (holding, releasing):
             library.preload_linear.argtypes = _LINEAR_TYPES
             library.preload_linear.restype = None

@@ -9,11 +9,9 @@
 
 #include "amx.h"
 
-constexpr int64_t kExactTokens = 4;  // so many are multiplied exactly whatever the precision
-
 // Which units of the CPU a session may use beyond vectors of floats; numbers shared with native/library.py. Results of
 // kIntegers differ from those without in their last bits, those of kTiles do not. kBfloat16 rounds to it what more than
-// kExactTokens tokens are multiplied with, by tiles or else by vectors, for whoever wants speed more than accuracy; rows
+// `exact_tokens` tokens are multiplied with, by tiles or else by vectors, for whoever wants speed more than accuracy; rows
 // that are no whole blocks of 32 columns stay exact.
 enum Units : int32_t { kIntegers = 1, kTiles = 2, kBfloat16 = 4 };
 
@@ -34,6 +32,9 @@ inline int32_t available_units() {
 struct Context {
   Context(int num_threads, int32_t allowed_units)
       : units(allowed_units & available_units()), pool(num_threads), tiles(num_threads), sums(num_threads) {}
+  // So many are multiplied exactly whatever the precision: rounding their weights takes longer than it saves.
+  int64_t exact_tokens() const { return units & kTiles ? 4 : 8; }
+
   const int32_t units;
   Pool pool;
   std::vector<Scratch> tiles, sums;  // one per thread

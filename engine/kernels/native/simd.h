@@ -3,7 +3,7 @@
 //
 // Invariant: every reduction adds lanes in one order (i and i+8, i and i+4, i and i+2, i and i+1) and every product
 // is a fused multiply-add, so on one machine results are the same bits whatever kernel, batch or number of threads
-// computed them. (Products in bfloat16, brief_linear.h, are exempt: up to four tokens are not rounded.)
+// computed them. (Products in bfloat16, brief_linear.h, are exempt: those of a few tokens are not rounded.)
 #pragma once
 
 #include <cstdint>
