@@ -32,8 +32,7 @@ inline void attend_all(Context& context, const AttentionStep& step, float* qkv, 
 
 // qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim], rotated in place; caches: [blocks], as their kind orders
 // them; out: [num_tokens, num_heads, head_dim]. head_dim: a multiple of 16, of 32 if the caches are bfloat16, which
-// needs
-// AVX-512 BF16 or AMX; block_size: a multiple of 16.
+// needs AVX-512 BF16 or AMX; block_size: a multiple of 16.
 inline void run_attention(Context& context, const AttentionStep& step, float* qkv, void* keys, void* values, float* out,
                           std::vector<AttentionScratch>& scratch) {
   if (step.num_tokens == 0) return;
